@@ -1,0 +1,1 @@
+"""Builders: (graph, profile) to an engine file. Needs the exporter; a serving host imports `engines.sessions` instead."""

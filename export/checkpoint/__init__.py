@@ -1,0 +1,1 @@
+"""Opens checkpoints: `Checkpoint.open` detects the layout and gives lazy, typed weight expressions by name."""

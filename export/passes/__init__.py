@@ -1,0 +1,1 @@
+"""Graph-to-graph rewrites, each one function from an ONNX model to an ONNX model."""

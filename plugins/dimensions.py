@@ -1,0 +1,127 @@
+"""Every size of the model that more than one layer needs, read once from a checkpoint's configuration files."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MODALITIES = 3
+"""Modality tags of packed rows: 0 video, 1 text, 2 audio."""
+
+VIDEO_TAG, TEXT_TAG, AUDIO_TAG = 0, 1, 2
+
+TIMESTEP_SLOTS = 4
+"""Timestep slots M of the modulation table: (t_video, t_audio, 0.999, 1.0)."""
+
+FRAMES_PER_SECOND = 24
+AUDIO_LATENTS_PER_SECOND = 40
+AUDIO_CHANNELS = 2
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DenoiserDimensions(_Frozen):
+    """Sizes of the diffusion transformer."""
+
+    hidden: int
+    layers: int
+    refiner_layers: int
+    heads: int
+    head_dim: int
+    ffn: int
+    video_channels: int
+    audio_channels: int
+    patch: tuple[int, int, int]
+    text_dim: int
+    freq_dim: int
+    time_hidden: int
+    time_dim: int
+    rope_frequencies: int
+    rope_theta: float
+    norm_eps: float
+    qk_norm_eps: float
+    final_norm_eps: float
+
+    @cached_property
+    def inner(self) -> int:
+        """Width of the attention projections, heads x head_dim."""
+        return self.heads * self.head_dim
+
+    @cached_property
+    def video_row(self) -> int:
+        """Features of one packed video row: channels x patch volume (96)."""
+        t, h, w = self.patch
+        return self.video_channels * t * h * w
+
+    @cached_property
+    def adaln_features(self) -> int:
+        """Outputs of one block's AdaLN projection: modalities x 6 x hidden."""
+        return MODALITIES * 6 * self.hidden
+
+
+class TextEncoderDimensions(_Frozen):
+    """Sizes of the Qwen3-VL language model as H3 uses it."""
+
+    hidden: int
+    layers: int = Field(description="decoder layers that are run; the conditioning is the raw output of the last one")
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    rms_eps: float
+
+
+class VideoVAEDimensions(_Frozen):
+    """Sizes of the video VAE and of its tiling, in pixels, frames and latents."""
+
+    latent_channels: int
+    latents_mean: tuple[float, ...]
+    latents_std: tuple[float, ...]
+    spatial_ratio: int = 16
+    clip_frames: int = 17
+    clip_latents: int = 5
+    token_drop: int = 3
+    tile: int = 256
+    tile_overlap: int = 64
+
+    @cached_property
+    def tile_latents(self) -> int:
+        """Latent cells along one side of a tile (16)."""
+        return self.tile // self.spatial_ratio
+
+    @cached_property
+    def chunk_latents(self) -> int:
+        """Latent frames that one decoder call takes (7: the chunk's 5 and 2 of overlap)."""
+        return self.clip_latents + 2
+
+    @cached_property
+    def chunk_frames(self) -> int:
+        """Pixel frames that one decoder call returns (28)."""
+        return 4 * self.chunk_latents
+
+
+class AudioVAEDimensions(_Frozen):
+    """Sizes of the mono audio VAE; stereo is a batch of two."""
+
+    latent_channels: int
+    latents_mean: tuple[float, ...]
+    latents_std: tuple[float, ...]
+    sample_rate: int = 32000
+    hop: int = 800
+
+
+class Dimensions(_Frozen):
+    """All sizes of one checkpoint, and the sigma shifts that its schedules are built with."""
+
+    denoiser: DenoiserDimensions
+    text_encoder: TextEncoderDimensions
+    video_vae: VideoVAEDimensions
+    audio_vae: AudioVAEDimensions
+    video_shift: float = 12.0
+    audio_shift: float = 3.0

@@ -1,0 +1,1 @@
+"""The Triton model repository: its renderer, the model adapters, the server process and the gRPC client."""
