@@ -1,6 +1,6 @@
 """A build as a list of steps, each redone only when something it depends on has changed.
 
-A step's key covers what it declares to depend on and the results of the steps it requires. Its record (key, facts,
+A step's key covers what it declares to depend on and the records of the steps it requires. Its record (key, facts,
 files) is kept next to its log; while the key is the same and the files are intact, the result is reused.
 """
 
@@ -139,7 +139,7 @@ class Ledger:
     def _run(self, step: Step, records: Mapping[str, Record], force: bool) -> tuple[StepReport, Record]:
         started = time.monotonic()
         required = {name: records[name] for name in step.requires}
-        key = content_key(step.depends_on, {name: r.model_dump(exclude={"key"}) for name, r in required.items()})
+        key = content_key(step.depends_on, {name: record.model_dump() for name, record in required.items()})
         record = None if force else self._intact(step.name, key)
         status: Status = "reused" if record else "built"
         try:
