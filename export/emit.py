@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
 import torch
 
-from export.binding import Binding, bind
-from export.checkpoint.expressions import Stored
+from export.bake import bake
+from export.binding import bind
+from export.compare import Comparison, compare
+from export.emitted import Emitted
 from export.graphs.graph import Graph
 from export.passes.name_tensors import name_tensors
 from export.passes.tidy import tidy
@@ -26,24 +27,10 @@ from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET
 from plugins.registry import REGISTRY, find
 from plugins.translation import translation_table
 
+__all__ = ["Comparison", "EmitError", "Emitted", "bake", "compare", "emit"]
+
 LARGEST_CONSTANT = 65_536
 """Bytes; above it a constant is taken for a weight that the tracer captured."""
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """A graph's ONNX model, without data, and what each instance binds to its weight inputs.
-
-    `weight_names` are the weight inputs in the model's order, after the graph's own inputs; `bindings[i]` has the
-    stored tensor of each for instance i; `census` counts the operators as "domain::Op" ("ai.onnx" is the standard one).
-    """
-
-    graph: Graph
-    model: onnx.ModelProto
-    weight_names: tuple[str, ...]
-    bindings: tuple[Mapping[str, Stored], ...]
-    census: Mapping[str, int]
-    binding: Binding
 
 
 class EmitError(ValueError):
@@ -65,8 +52,7 @@ def emit(graph: Graph) -> Emitted:
     proto.graph.name = graph.name
     attach_functions(proto)
     check(proto)
-    names = tuple(w.name for w in binding.inputs)
-    return Emitted(graph, proto, names, binding.instances, census(proto), binding)
+    return Emitted(graph, proto, binding, census(proto))
 
 
 def attach_functions(model: onnx.ModelProto) -> None:
