@@ -323,14 +323,14 @@ def _decode(field: str, raw: bytes | str) -> str:
 def _check_size(text: str) -> None:
     size = len(text.encode("utf-8"))
     if size > PARAMETERS_BYTES:
-        raise RequestError("parameters", f"{size} bytes", f"must be at most {PARAMETERS_BYTES} bytes of JSON")
+        raise RequestError("parameters", size, f"must be at most {PARAMETERS_BYTES} bytes of JSON")
     depth = deepest = 0
     # Counted before parsing, because the parser recurses: brackets outside strings.
     for bracket in re.findall(r"[\[{}\]]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text, flags=re.DOTALL)):
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > PARAMETERS_DEPTH:
-        raise RequestError("parameters", f"{deepest} levels", f"must be nested at most {PARAMETERS_DEPTH} levels deep")
+        raise RequestError("parameters", deepest, f"must be nested at most {PARAMETERS_DEPTH} levels deep")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
