@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from engines.sessions.engine_set import EngineSet
-from runtime.events import Cancellation
-from runtime.packing import Layout
+from engines.store import Partition
+from runtime.events import Cancellation, Reporter
+from runtime.packing import Layout, rotary_tables
+from runtime.sampler import euler_step
+from runtime.schedule import Schedule
 
 MODULATION_CACHE_BYTES = 2 << 30
 """Holds one 49-forward schedule at released size: 49 steps x 4 slots x 9.7 MB."""
@@ -57,18 +60,55 @@ class ModulationCache:
         return len(self._tables)
 
 
-class Denoiser:
-    """One partition's transformer. Its parts are called by the sampling loop in the order of this class."""
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """What a request's forwards share: text rows [L, hidden], the row layout, rotary cos and sin [S, 48] float32."""
 
-    def __init__(self, engines: EngineSet, partition: str, cache: ModulationCache) -> None:
+    text_rows: torch.Tensor
+    layout: Layout
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The rows being denoised, float32 in packed row layout: video [Nv, 96] and audio [2A, 32]."""
+
+    video: torch.Tensor
+    audio: torch.Tensor
+
+
+class Denoiser:
+    """One partition's transformer and its sampling loop."""
+
+    def __init__(self, engines: EngineSet, partition: Partition, cache: ModulationCache) -> None:
         self._engines = engines
         self._partition = partition
         self._cache = cache
         self._dimensions = engines.manifest.dimensions.denoiser
 
-    def context(self, text: torch.Tensor) -> torch.Tensor:
-        """Text rows [L, hidden] from conditioning [L, text_dim]; independent of the timestep, so once a request."""
-        return self._run("context", {"text": text})["text_rows"]
+    def sequence(self, text: torch.Tensor, layout: Layout) -> Sequence:
+        """Everything independent of state and timestep, from conditioning [L, text_dim]: computed once a request."""
+        dimensions = self._dimensions
+        cos, sin = rotary_tables(layout.position_ids, dimensions.rope_frequencies, dimensions.rope_theta)
+        return Sequence(self._run("context", {"text": text})["text_rows"], layout, cos, sin)
+
+    def sample(
+        self, sequence: Sequence, schedule: Schedule, state: State, report: Reporter, cancellation: Cancellation
+    ) -> Iterator[State]:
+        """Yields the state after each Euler step; the last one is the clean latents' rows.
+
+        Raises `Cancelled` between blocks once `cancellation` is set.
+        """
+        report("denoise", 0, schedule.forwards)
+        for step, timesteps in enumerate(schedule.slots()):
+            video, audio = self._velocity(sequence, self.modulation(timesteps), state, cancellation)
+            state = State(
+                euler_step(schedule.video, step, state.video, video),
+                euler_step(schedule.audio, step, state.audio, audio),
+            )
+            report("denoise", step + 1, schedule.forwards)
+            yield state
 
     def modulation(self, timesteps: torch.Tensor) -> Modulation:
         """The AdaLN table of one step from its slot timesteps [M] float32, cached across requests."""
@@ -79,42 +119,29 @@ class Denoiser:
             self._cache.put(key, table)
         return table
 
-    def forward(
-        self,
-        video_rows: torch.Tensor,
-        audio_rows: torch.Tensor,
-        text_rows: torch.Tensor,
-        layout: Layout,
-        modulation: Modulation,
-        cancellation: Cancellation,
+    def _velocity(
+        self, sequence: Sequence, modulation: Modulation, state: State, cancellation: Cancellation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Velocity of the video rows [Nv, 96] and of the audio rows [Na, 32], float32.
-
-        Raises `Cancelled` between blocks once `cancellation` is set.
-        """
-        rows = {"video_rows": video_rows, "audio_rows": audio_rows, "text_rows": text_rows}
+        layout = sequence.layout
+        rows = {"video_rows": state.video, "audio_rows": state.audio, "text_rows": sequence.text_rows}
         hidden = self._run("prologue", {**rows, "row_order": layout.row_order})["hidden"]
+        shared = {"modulation_index": layout.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
         for index, table in enumerate(modulation.blocks):
-            cancellation.check()
-            inputs = {"hidden": hidden, "modulation": table, "modulation_index": layout.modulation_index}
-            hidden = self._run("block", {**inputs, "cos": layout.cos, "sin": layout.sin}, index)["hidden"]
-        head = {"hidden": hidden, "modulation": modulation.head, "timestep_index": layout.slot_index}
+            cancellation.raise_if_cancelled(f"transformer block {index + 1} of {len(modulation.blocks)}")
+            hidden = self._run("block", {"hidden": hidden, "modulation": table, **shared}, index)["hidden"]
+        head = {"hidden": hidden, "modulation": modulation.head, "timestep_index": layout.timestep_index}
         velocity = self._run("epilogue", head)["velocity"]
-        return self._split(velocity, layout)
-
-    def _split(self, velocity: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         width = self._dimensions.video_row
-        return velocity[layout.video_rows, :width], velocity[layout.audio_rows, width:]
+        return velocity[layout.target_video, :width], velocity[layout.target_audio, width:]
 
     def _compute_modulation(self, timesteps: torch.Tensor) -> Modulation:
         embedding = self._run("modulation.time", {"timesteps": timesteps})["embedding"]
-        tables = list(self._projections(embedding))
-        hidden = self._dimensions.hidden
-        return Modulation(tuple(table.reshape(-1, 6 * hidden) for table in tables[:-1]), tables[-1])
-
-    def _projections(self, embedding: torch.Tensor) -> Iterator[torch.Tensor]:
-        for instance in range(self._dimensions.layers + 1):
-            yield self._run("modulation.adaln", {"embedding": embedding}, instance)["modulation"]
+        *blocks, head = (
+            self._run("modulation.adaln", {"embedding": embedding}, instance)["modulation"]
+            for instance in range(self._dimensions.layers + 1)
+        )
+        width = 6 * self._dimensions.hidden
+        return Modulation(tuple(table.reshape(-1, width) for table in blocks), head)
 
     def _run(self, graph: str, inputs: dict[str, torch.Tensor], instance: int = 0) -> dict[str, torch.Tensor]:
         return self._engines.run(graph, inputs, instance=instance, partition=self._partition)

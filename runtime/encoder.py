@@ -6,7 +6,7 @@ import torch
 
 from engines.sessions.engine_set import EngineSet
 from plugins.dimensions import TextEncoderDimensions
-from runtime.events import Cancellation
+from runtime.events import Cancellation, Reporter
 
 
 def text_rotary(length: int, dimensions: TextEncoderDimensions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,15 +28,18 @@ class TextEncoder:
         self._engines = engines
         self._dimensions = engines.manifest.dimensions.text_encoder
 
-    def encode(self, token_ids: torch.Tensor, cancellation: Cancellation) -> torch.Tensor:
+    def encode(self, token_ids: torch.Tensor, report: Reporter, cancellation: Cancellation) -> torch.Tensor:
         """Conditioning [L, text_dim] in the engines' compute dtype, of token ids [L] int64.
 
         Raises `Cancelled` between layers once `cancellation` is set.
         """
         cos, sin = text_rotary(len(token_ids), self._dimensions)
         hidden = self._engines.run("text_encoder.embedding", {"token_ids": token_ids})["hidden"]
-        for layer in range(self._dimensions.layers):
-            cancellation.check()
+        layers = self._dimensions.layers
+        report("encode", 0, layers)
+        for layer in range(layers):
+            cancellation.raise_if_cancelled(f"text encoder layer {layer + 1} of {layers}")
             inputs = {"hidden": hidden, "cos": cos, "sin": sin}
             hidden = self._engines.run("text_encoder.layer", inputs, instance=layer)["hidden"]
+            report("encode", layer + 1, layers)
         return hidden
