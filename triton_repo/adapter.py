@@ -1,6 +1,6 @@
 """What the models share: reading tensors, answering, and turning exceptions into Triton's error codes.
 
-Only Triton's Python stub can import this module. It imports no torch, so that `h3_prepare` starts without it.
+Only Triton's Python stub can import this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancelled
-from runtime.request import RequestError
+from runtime.pipeline import Pipeline
+from runtime.request import RequestError, Resolved, parse_params
 from triton_repo.repository import STORE_PARAMETER
 
 
@@ -25,7 +26,7 @@ class Model:
     """Triton's life cycle around one piece of the pipeline; a subclass opens what it needs and runs one request."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the model. An exception, such as StoreError, makes Triton refuse to load it with the exception's text."""
+        """Open the model. Triton refuses to load it when this raises, with the exception's text (a StoreError, say)."""
         self.name = args["model_name"]
         self.open(store_path(args))
         # Triton's own metrics count what waits for a model but not what runs in it; draining needs both.
@@ -79,6 +80,12 @@ class Model:
 def store_path(args: Mapping[str, str]) -> Path:
     """The engine store that the model's configuration names."""
     return Path(json.loads(args["model_config"])["parameters"][STORE_PARAMETER]["string_value"])
+
+
+def read_request(request: pb_utils.InferenceRequest, pipeline: Pipeline) -> Resolved:
+    """PROMPT and PARAMS as a request with every choice made. Raises RequestError."""
+    prompt, params = (read_bytes(request, name) for name in ("PROMPT", "PARAMS"))
+    return pipeline.resolve(prompt, parse_params(params))
 
 
 def read_bytes(request: pb_utils.InferenceRequest, name: str) -> bytes:

@@ -19,11 +19,11 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Open the decoders' engines."""
-        self.pipeline = Pipeline.open(store, stages=("decode",))
+        self.pipeline = Pipeline.open(store, stages=["decode"])
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Decodes and encodes; refuses latents whose shape is not the request's."""
-        resolved = restore(adapter.read_bytes(request, "RESOLVED"), self.pipeline.dimensions)
+        resolved = restore(adapter.read_bytes(request, "RESOLVED"), self.pipeline.manifest.dimensions)
         video, audio = (torch.from_dlpack(adapter.read_tensor(request, name)) for name in ("VIDEO", "AUDIO"))
         self._check(resolved, video, audio)
         cancellation = Cancellation(request.is_cancelled)

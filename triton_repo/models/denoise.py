@@ -19,11 +19,11 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Open the denoiser's engines."""
-        self.pipeline = Pipeline.open(store, stages=("denoise",))
+        self.pipeline = Pipeline.open(store, stages=["denoise"])
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Runs all forwards of the request; a cancelled request stops before the next one."""
-        resolved = restore(adapter.read_bytes(request, "RESOLVED"), self.pipeline.dimensions)
+        resolved = restore(adapter.read_bytes(request, "RESOLVED"), self.pipeline.manifest.dimensions)
         text = torch.from_dlpack(adapter.read_tensor(request, "TEXT"))
         cancellation = Cancellation(request.is_cancelled)
         video, audio = self.pipeline.denoise(resolved, text, lambda event: None, cancellation)

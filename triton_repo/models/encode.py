@@ -19,16 +19,17 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Open the text encoder's engines."""
-        self.pipeline = Pipeline.open(store, stages=("encode",))
+        self.pipeline = Pipeline.open(store, stages=["encode"])
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Runs the text encoder; refuses token ids outside the vocabulary."""
         tokens = torch.from_dlpack(adapter.read_tensor(request, "TOKENS"))
         self._check(tokens)
-        return [adapter.write_tensor("TEXT", self.pipeline.encode(tokens, Cancellation(request.is_cancelled)))]
+        text = self.pipeline.encode(tokens, lambda event: None, Cancellation(request.is_cancelled))
+        return [adapter.write_tensor("TEXT", text)]
 
     def _check(self, tokens: torch.Tensor) -> None:
-        vocabulary = self.pipeline.dimensions.text_encoder.vocab
+        vocabulary = self.pipeline.manifest.dimensions.text_encoder.vocab
         if not tokens.numel():
             raise RequestError("TOKENS", "no tokens", "must have at least one")
         outside = tokens[(tokens < 0) | (tokens >= vocabulary)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from runtime.intake import Intake
+from runtime.pipeline import Pipeline
 from triton_repo import adapter
 
 
@@ -16,11 +16,10 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Read the store's manifest and tokenizer."""
-        self.intake = Intake.open(store)
+        self.pipeline = Pipeline.open(store, stages=())
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Refuses with the request contract's own text."""
-        prompt, params = (adapter.read_bytes(request, name) for name in ("PROMPT", "PARAMS"))
-        resolved = self.intake.resolve(prompt, params)
-        tokens = self.intake.tokenize(resolved)
-        return [adapter.write_bytes("RESOLVED", resolved.model_dump_json()), pb_utils.Tensor("TOKENS", tokens)]
+        resolved = adapter.read_request(request, self.pipeline)
+        tokens = self.pipeline.tokenize(resolved)
+        return [adapter.write_bytes("RESOLVED", resolved.model_dump_json()), adapter.write_tensor("TOKENS", tokens)]

@@ -12,7 +12,6 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
-from runtime.intake import Intake
 from runtime.pipeline import Pipeline
 from triton_repo import adapter
 
@@ -24,7 +23,6 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Open the engines of all stages."""
-        self.intake = Intake.open(store)
         self.pipeline = Pipeline.open(store)
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -41,8 +39,7 @@ class TritonPythonModel(adapter.Model):
             sender.send(pb_utils.InferenceResponse(error=self.error(error)), flags=FINAL)
 
     def _generate(self, request: Any, sender: Any) -> bytes:
-        prompt, params = (adapter.read_bytes(request, name) for name in ("PROMPT", "PARAMS"))
-        resolved = self.intake.resolve(prompt, params)
+        resolved = adapter.read_request(request, self.pipeline)
         sender.send(_message("RESOLVED", resolved.model_dump_json()))
         return self.pipeline.generate(
             resolved,
