@@ -29,6 +29,7 @@ Status = Literal["built", "reused", "failed"]
 RECORDS = "build"
 """Directory of the records and logs of a build, in the store."""
 
+
 @dataclass(frozen=True)
 class Product:
     """A step's result. `files` maps paths relative to the store to bytes; `{sha}` in a path becomes the bytes' hash,
