@@ -28,6 +28,9 @@ from export.graphs.t2va import check_consumption, t2va_graphs
 COMPUTE = {"float32": torch.float32}
 """A profile's compute dtypes."""
 
+PRODUCTS = ("engines", "portable", "tokenizer")
+"""Directories of a store that hold nothing but what steps have made."""
+
 
 class BuildError(ValueError):
     """A build that cannot be done; says what does not fit, and what would."""
@@ -71,7 +74,7 @@ def build(
     with _locked(root, progress):
         reports = ledger.run(steps, only)
         if only is None:
-            ledger.prune(steps)
+            ledger.prune(steps, PRODUCTS)
             EngineStore.open(root)
     return BuildReport(root, tuple(reports))
 
