@@ -28,7 +28,7 @@ class ProfileError(ValueError):
 
 
 class Profile(BaseModel):
-    """The typed content of a profile file; `name` is the file's name without its suffix."""
+    """The typed content of a profile file; `name` is what `load` finds it by: a shipped name, else the file's path."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -71,7 +71,8 @@ class Profile(BaseModel):
         """
         path = _find(profile)
         try:
-            return Profile(name=path.stem, **_without_name(path, tomllib.loads(path.read_text())))
+            name = path.stem if path.parent == PROFILES else str(path.absolute())
+            return Profile(name=name, **_without_name(path, tomllib.loads(path.read_text())))
         except tomllib.TOMLDecodeError as error:
             raise ProfileError(f"{path}: not a TOML file: {error}") from error
         except ValidationError as error:
