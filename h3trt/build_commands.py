@@ -86,11 +86,11 @@ def export(
 ) -> None:
     """Write every graph as ONNX, its weights as inputs, after comparing it with torch on the checkpoint's bytes."""
     import torch
-    from export.compare import compare
-    from export.graphs.t2va import check_consumption, t2va_graphs
 
     from export.checkpoint import Checkpoint
+    from export.compare import compare
     from export.emit import emit
+    from export.graphs.t2va import check_consumption, t2va_graphs
 
     opened = Checkpoint.open(checkpoint)
     graphs = t2va_graphs(opened, partition.value, getattr(torch, compute.value))

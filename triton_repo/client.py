@@ -105,23 +105,23 @@ class Client:
 
     @contextmanager
     def _stream(self, prompt: str, params: Mapping[str, Any]) -> Iterator[queue.SimpleQueue[_Message]]:
+        # A stream to nowhere would only say that it is broken; this call says why.
+        with _told():
+            self._client.is_server_live()
         messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._client.start_stream(lambda result, error: messages.put((result, error)), headers=STREAM_ERRORS_WITH_CODES)
         cancel = True
         try:
-            self._client.async_stream_infer("h3_stream", _inputs(prompt, params), enable_empty_final_response=True)
+            with _told():
+                self._client.async_stream_infer("h3_stream", _inputs(prompt, params), enable_empty_final_response=True)
             yield messages
             cancel = False
-        except InferenceServerException as error:
-            raise _client_error(error) from error
         finally:
             self._client.stop_stream(cancel_requests=cancel)
 
     def _infer(self, model: str, prompt: str, params: Mapping[str, Any], timeout: float | None) -> InferResult:
-        try:
+        with _told():
             return self._client.infer(model, _inputs(prompt, params), client_timeout=timeout)
-        except InferenceServerException as error:
-            raise _client_error(error) from error
 
 
 _Message = tuple[InferResult | None, InferenceServerException | None]
@@ -174,7 +174,30 @@ def _text(result: InferResult, name: str) -> str:
     return _bytes(result, name).decode()
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turns tritonclient's errors into ours."""
+    try:
+        yield
+    except InferenceServerException as error:
+        raise _client_error(error) from error
+
+
 def _client_error(error: InferenceServerException) -> ClientError:
-    code = str(error.status()).removeprefix("StatusCode.")
-    known = {failure.value: failure for failure in Failure}
-    return ClientError(known.get(code, Failure.INTERNAL), error.message())
+    message = str(error.message())
+    if error.status() is not None:
+        code = str(error.status()).removeprefix("StatusCode.")
+        known = {failure.value: failure for failure in Failure} | {"NOT_FOUND": Failure.UNAVAILABLE}
+        failure = known.get(code, Failure.INTERNAL)
+    else:
+        failure = _uncoded_failure(message)
+    if failure is Failure.UNAVAILABLE and "connect" in message:
+        message = f"no server answers: {message}; start one with: h3trt serve"
+    return ClientError(failure, message)
+
+
+def _uncoded_failure(message: str) -> Failure:
+    """What Triton refuses before a model sees it comes over a stream without a code: tell it by its text."""
+    if "Exceeds maximum queue size" in message or "no available versions" in message or "timeout expired" in message:
+        return Failure.UNAVAILABLE
+    return Failure.INVALID if "input" in message else Failure.INTERNAL
