@@ -8,50 +8,37 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
 import torch
 
-from export.binding import Binding, bind
-from export.checkpoint.expressions import Stored
+from export.bake import bake
+from export.binding import bind
+from export.compare import Comparison, compare
+from export.emitted import Emitted
 from export.graphs.graph import Graph
 from export.passes.name_tensors import name_tensors
 from export.passes.tidy import tidy
 from export.trace import trace
-from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET
-from plugins.registry import REGISTRY, find
+from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET, Op
+from plugins.registry import REGISTRY
 from plugins.translation import translation_table
+
+__all__ = ["Comparison", "EmitError", "Emitted", "bake", "compare", "emit"]
 
 LARGEST_CONSTANT = 65_536
 """Bytes; above it a constant is taken for a weight that the tracer captured."""
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """A graph's ONNX model, without data, and what each instance binds to its weight inputs.
-
-    `weight_names` are the weight inputs in the model's order, after the graph's own inputs; `bindings[i]` has the
-    stored tensor of each for instance i; `census` counts the operators as "domain::Op" ("ai.onnx" is the standard one).
-    """
-
-    graph: Graph
-    model: onnx.ModelProto
-    weight_names: tuple[str, ...]
-    bindings: tuple[Mapping[str, Stored], ...]
-    census: Mapping[str, int]
-    binding: Binding
 
 
 class EmitError(ValueError):
     """An emitted model breaks a rule that every model must keep."""
 
 
-def emit(graph: Graph) -> Emitted:
-    """Traces the graph and gives its checked ONNX model.
+def emit(graph: Graph, ops: Sequence[Op] = REGISTRY) -> Emitted:
+    """Traces the graph and gives its checked ONNX model; `ops` are the `h3` operations that it may use.
 
     Raises:
         BindingError: the graph's weights do not fit its module.
@@ -59,20 +46,19 @@ def emit(graph: Graph) -> Emitted:
         EmitError: a rule of the model is broken (float64 inside, an operator outside the registry, data inside).
     """
     binding = bind(graph)
-    model = _to_onnx(trace(graph, binding))
+    model = _to_onnx(trace(graph, binding), ops)
     name_tensors(model, (*graph.inputs, *binding.inputs), graph.outputs)
     proto = ir.to_proto(tidy(model))
     proto.graph.name = graph.name
-    attach_functions(proto)
+    attach_functions(proto, ops)
     check(proto)
-    names = tuple(w.name for w in binding.inputs)
-    return Emitted(graph, proto, names, binding.instances, census(proto), binding)
+    return Emitted(graph, proto, binding, census(proto))
 
 
-def attach_functions(model: onnx.ModelProto) -> None:
+def attach_functions(model: onnx.ModelProto, ops: Sequence[Op] = REGISTRY) -> None:
     """Adds the function body of each `h3` operator that the model uses, and its domain."""
-    used = sorted({node.op_type for node in model.graph.node if node.domain == DOMAIN})
-    model.functions.extend(find(name).function() for name in used)
+    used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
+    model.functions.extend(op.function() for op in ops if op.name in used)
     if used and DOMAIN not in {o.domain for o in model.opset_import}:
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, DOMAIN_VERSION))
 
@@ -110,7 +96,7 @@ def _doubles(model: onnx.ModelProto) -> Iterator[str]:
                 yield f"{node.op_type} {node.name}"
 
 
-def _to_onnx(program: torch.export.ExportedProgram) -> ir.Model:
+def _to_onnx(program: torch.export.ExportedProgram, ops: Sequence[Op]) -> ir.Model:
     with _quiet():
         exported = torch.onnx.export(
             program,
@@ -118,7 +104,7 @@ def _to_onnx(program: torch.export.ExportedProgram) -> ir.Model:
             opset_version=ONNX_OPSET,
             optimize=False,
             verbose=False,
-            custom_translation_table=translation_table(REGISTRY),
+            custom_translation_table=translation_table(ops),
         )
     assert exported is not None  # None is for callers that name a file
     return exported.model

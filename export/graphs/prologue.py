@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph, TensorSpec
 from export.graphs.rows import AUDIO_ROWS, ROWS, TEXT_ROWS, VIDEO_ROWS
 from plugins.dimensions import DenoiserDimensions
-
-if TYPE_CHECKING:
-    from export.checkpoint import Checkpoint
 
 
 class Prologue(nn.Module):
@@ -30,7 +26,7 @@ class Prologue(nn.Module):
         """Hidden [S, D]; `row_order` [S] indexes the concatenation (text, audio, video)."""
         video = self.proj_in(video_rows).to(self.compute)
         audio = self.audio_proj_in(audio_rows).to(self.compute)
-        return torch.cat([text_rows, audio, video]).index_select(0, row_order)
+        return nn.functional.embedding(row_order, torch.cat([text_rows, audio, video]))
 
 
 def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
