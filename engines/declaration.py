@@ -17,6 +17,7 @@ from engines.store import Dtype, TensorRecord
 from export.binding import Binding, WeightInput
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Concat, Mapped, Stored, Weight
+from export.checkpoint.tree import COMPONENTS
 from export.graphs.graph import Axis, Graph, TensorSpec
 
 LIBRARIES = ("diffusers", "onnx", "onnxruntime", "onnxscript", "torch", "transformers")
@@ -41,7 +42,7 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
     structures = [_structures(graph, binding, i) for i in range(len(graph.weights))]
     for index, structure in enumerate(structures):
         odd = [name for name in structure if structure[name] != structures[0][name]]
-        if odd and not graph.weight_axes:
+        if odd:
             raise ValueError(f"graph {graph.name}: instance {index} makes {odd} in another way than instance 0")
     return {
         "name": graph.name,
@@ -57,17 +58,16 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
 
 def describe_checkpoint(checkpoint: Checkpoint, partition: str) -> dict[str, Any]:
     """The checkpoint's layout and every component's configuration."""
-    components = ("denoiser", "text_encoder", "video_vae", "audio_vae")
     return {
         "layout": checkpoint.layout,
         "dimensions": checkpoint.dimensions.model_dump(),
-        "configurations": {name: checkpoint.config(name, partition) for name in components},
+        "configurations": {name: checkpoint.config(name, partition) for name in COMPONENTS},
     }
 
 
 def describe_exporter() -> dict[str, Any]:
     """The exporter's own source and the versions of what it stands on."""
-    return {"source": source_hash(export, plugins), "versions": versions()}
+    return {"source": source_hash(_package_files(export) + _package_files(plugins)), "versions": versions()}
 
 
 def versions() -> dict[str, str]:
@@ -75,15 +75,16 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
-def source_hash(*modules: ModuleType) -> str:
-    """SHA-256 of the Python source of packages (all files in them) and modules."""
-    digest = hashlib.sha256()
-    for module in modules:
-        for root in module.__path__ if hasattr(module, "__path__") else [str(module.__file__)]:
-            for file in sorted(Path(root).rglob("*.py")) if Path(root).is_dir() else [Path(root)]:
-                digest.update(f"{module.__name__} {file.name} {file.stat().st_size}\n".encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
+def describe_backend(backend: ModuleType) -> dict[str, Any]:
+    """A backend's own source and the versions of what it stands on."""
+    return {"source": source_hash([Path(str(backend.__file__))]), "versions": versions()}
+
+
+def source_hash(files: list[Path]) -> str:
+    """SHA-256 of those files' names and content."""
+    return hashlib.sha256(
+        b"".join(f"{p.name} {p.stat().st_size}\n".encode() + p.read_bytes() for p in files)
+    ).hexdigest()
 
 
 def tensor_record(spec: TensorSpec | WeightInput) -> TensorRecord:
@@ -94,8 +95,12 @@ def tensor_record(spec: TensorSpec | WeightInput) -> TensorRecord:
 
 def axes(graph: Graph, binding: Binding) -> dict[str, Axis]:
     """Every named axis of the graph."""
-    specs = (*graph.inputs, *graph.outputs, *binding.inputs)
+    specs: tuple[TensorSpec | WeightInput, ...] = (*graph.inputs, *graph.outputs, *binding.inputs)
     return {d.name: d for spec in specs for d in spec.shape if isinstance(d, Axis)}
+
+
+def _package_files(package: ModuleType) -> list[Path]:
+    return [file for root in package.__path__ for file in sorted(Path(root).rglob("*.py"))]
 
 
 def _structures(graph: Graph, binding: Binding, instance: int) -> dict[str, Any]:

@@ -20,9 +20,6 @@ from plugins.op import DOMAIN
 MICROSOFT = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""
 
-EXTERNAL_LOCATION = "weights"
-"""Where a baked engine says that its weights are; no such file exists, the session is handed the bytes."""
-
 
 class LoweringError(ValueError):
     """A model that cannot become an engine of this backend; says graph, node and rule."""
@@ -47,17 +44,6 @@ def lower(model: onnx.ModelProto) -> onnx.ModelProto:
     del lowered.opset_import[:]
     lowered.opset_import.extend(kept)
     return lowered
-
-
-def bake(engine: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """The engine with those weights as external initialisers instead of inputs; it fits every instance of that shape."""
-    baked = onnx.ModelProto()
-    baked.CopyFrom(engine)
-    inputs = {value.name: value for value in engine.graph.input}
-    del baked.graph.input[:]
-    baked.graph.input.extend(value for name, value in inputs.items() if name not in shapes)
-    baked.graph.initializer.extend(_external(inputs[name], shape) for name, shape in shapes.items())
-    return baked
 
 
 def check(engine: onnx.ModelProto, emitted: onnx.ModelProto) -> dict[str, int]:
@@ -153,15 +139,3 @@ def _shapes(model: onnx.ModelProto) -> dict[str, tuple[int | None, ...]]:
 def _int64s(name: str, values: list[int]) -> onnx.NodeProto:
     tensor = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
     return helper.make_node("Constant", [], [name], value=tensor)
-
-
-def _external(weight: onnx.ValueInfoProto, shape: tuple[int, ...]) -> TensorProto:
-    dtype = weight.type.tensor_type.elem_type
-    items = helper.tensor_dtype_to_np_dtype(dtype).itemsize
-    tensor = TensorProto(name=weight.name, data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
-    length = items
-    for size in shape:
-        length *= size
-    for key, value in (("location", EXTERNAL_LOCATION), ("offset", "0"), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
-    return tensor
