@@ -258,15 +258,15 @@ def write_atomically(path: Path, data: bytes) -> None:
 def _read_manifest(root: Path) -> Manifest:
     path = root / MANIFEST
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}; to build, run: {rebuild_command()}") from error
-    outline = _outline(path, text)
+    outline = _outline(path, content)
     mend = f"to rebuild, run: {rebuild_command(outline.profile.name, outline.checkpoint.root)}"
     if outline.schema_version != SCHEMA_VERSION:
         raise StoreError(f"{path}: schema version {SCHEMA_VERSION} expected, {outline.schema_version} found; {mend}")
     try:
-        return Manifest.model_validate_json(text)
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -289,8 +289,8 @@ class _Outline(BaseModel):
     checkpoint: _OutlineCheckpoint
 
 
-def _outline(path: Path, text: str) -> _Outline:
+def _outline(path: Path, content: bytes) -> _Outline:
     try:
-        return _Outline.model_validate_json(text)
+        return _Outline.model_validate_json(content)
     except ValidationError as error:
         raise StoreError(f"{path}: is not a manifest; to rebuild, run: {rebuild_command()}") from error

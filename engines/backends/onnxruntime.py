@@ -91,27 +91,32 @@ def _multi_head_attention(
 ) -> list[onnx.NodeProto]:
     """Nodes from query, key, value [B, H, S, d] to the result [B, H, S, d].
 
-    The kernel wants the query as [B, S, H * d] and takes key and value as they are; it returns [B, S, H * d].
+    The kernel streams only where all three come as [B, S, H * d] (it takes key and value as [B, H, S, d] too, but then
+    makes the whole score matrix); it returns [B, S, H * d].
     """
     (query, key, value), (result,) = node.input, node.output
     heads, size = _heads(model, query, shapes)
     scale = next(a.f for a in node.attribute if a.name == "scale")
     joined, split = f"{result}_joined_shape", f"{result}_split_shape"
+    rows = [f"{result}_{role}" for role in ("query", "key", "value")]
+    attention = helper.make_node(
+        "MultiHeadAttention", rows, [f"{result}_joined"], domain=MICROSOFT, num_heads=heads, scale=scale
+    )
     return [
         _int64s(joined, [0, 0, heads * size]),
         _int64s(split, [0, 0, heads, size]),
-        helper.make_node("Transpose", [query], [f"{result}_query_rows"], perm=[0, 2, 1, 3]),
-        helper.make_node("Reshape", [f"{result}_query_rows", joined], [f"{result}_query"]),
-        helper.make_node(
-            "MultiHeadAttention",
-            [f"{result}_query", key, value],
-            [f"{result}_joined"],
-            domain=MICROSOFT,
-            num_heads=heads,
-            scale=scale,
-        ),
-        helper.make_node("Reshape", [f"{result}_joined", split], [f"{result}_rows"]),
-        helper.make_node("Transpose", [f"{result}_rows"], [result], perm=[0, 2, 1, 3]),
+        *(n for x, y in zip((query, key, value), rows, strict=True) for n in _join_heads(x, y, joined)),
+        attention,
+        helper.make_node("Reshape", [f"{result}_joined", split], [f"{result}_split"]),
+        helper.make_node("Transpose", [f"{result}_split"], [result], perm=[0, 2, 1, 3]),
+    ]
+
+
+def _join_heads(tensor: str, rows: str, shape: str) -> list[onnx.NodeProto]:
+    """Nodes from [B, H, S, d] to [B, S, H * d]; the transposition cancels the one that made the heads."""
+    return [
+        helper.make_node("Transpose", [tensor], [f"{rows}_split"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", [f"{rows}_split", shape], [rows]),
     ]
 
 
