@@ -6,7 +6,7 @@ import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -21,6 +21,7 @@ _MEMORY_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 MOST_THREADS = 1024
 
 Partition = Literal["fl2va", "ref2va"]
+PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
 
 class ProfileError(ValueError):
@@ -28,7 +29,7 @@ class ProfileError(ValueError):
 
 
 class Profile(BaseModel):
-    """The typed content of a profile file; `name` is the file's name without its suffix."""
+    """The typed content of a profile file; `name` is what `load` finds it by: a shipped name, else the file's path."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -71,7 +72,8 @@ class Profile(BaseModel):
         """
         path = _find(profile)
         try:
-            return Profile(name=path.stem, **_without_name(path, tomllib.loads(path.read_text())))
+            name = path.stem if path.parent == PROFILES else str(path.absolute())
+            return Profile(name=name, **_without_name(path, tomllib.loads(path.read_text())))
         except tomllib.TOMLDecodeError as error:
             raise ProfileError(f"{path}: not a TOML file: {error}") from error
         except ValidationError as error:

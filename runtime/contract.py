@@ -70,6 +70,7 @@ class Field:
     paths: tuple[str, ...] = ()
     """Where the field may be written, the strongest first; empty: only under its name."""
     tasks: tuple[str, ...] = TASKS
+    """The tasks whose requests the field has a meaning in."""
     status: Status = Status.OFFERED
     only: tuple[object, ...] | None = None
     """The values of the kind that are offered; None: all. The others are refused as 'not offered'."""
@@ -89,9 +90,16 @@ class Field:
         return self.paths or (self.name,)
 
 
-def _feature(name: str, meaning: str, *off: object, kind: Kind | None = None, paths: tuple[str, ...] = ()) -> Field:
+def _feature(
+    name: str,
+    meaning: str,
+    *off: object,
+    kind: Kind | None = None,
+    paths: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = TASKS,
+) -> Field:
     """A field of a feature that is not offered; `off` are the values that leave the feature off."""
-    return Field(name, kind or Anything(), meaning, paths=paths, status=Status.NOT_OFFERED, only=off)
+    return Field(name, kind or Anything(), meaning, paths=paths, tasks=tasks, status=Status.NOT_OFFERED, only=off)
 
 
 def _no_effect(name: str, kind: Kind, meaning: str) -> Field:
@@ -151,6 +159,7 @@ _SHAPE = (
         "required for t2va, also when width and height are given; without them it chooses the canvas",
         default_text="required",
         paths=("target.aspect_ratio", "aspect_ratio"),
+        tasks=("t2va", "ref2va"),
     ),
     Field(
         "short_edge",
@@ -223,7 +232,7 @@ _SAMPLING = (
 
 _MEDIA = (
     Field(
-        "crf", Integer(0, 51), "x264 constant rate factor; lower is finer and larger", 18, paths=("media.crf", "crf")
+        "crf", Integer(1, 51), "x264 constant rate factor; lower is finer and larger", 18, paths=("media.crf", "crf")
     ),
     Field("preset", Choice(PRESETS), "x264 speed preset", "veryfast", paths=("media.preset", "preset")),
     Field(
@@ -262,21 +271,21 @@ _FEATURES = (
     _feature("audio_mode", "driving sound", "native", kind=Choice(("native", "lock_source"))),
     _feature("long_video", _WINDOWS, False, kind=Boolean()),
     _feature("long_video_mode", _WINDOWS, "full", kind=Choice(("full", "continuation"))),
-    _feature("continuation_window_frames", _WINDOWS),
-    _feature("continuation_overlap_frames", _WINDOWS),
-    _feature("continuation_prompts", _WINDOWS),
-    _feature("frame_indices", _REFERENCES, paths=("target.frame_indices", "frame_indices")),
-    _feature("frame_index", _REFERENCES, paths=("target.frame_index", "frame_index")),
-    _feature("start_time_seconds", _REFERENCES, 0, 0.0),
-    _feature("input_reference", _REFERENCES),
-    _feature("input_references", _REFERENCES, []),
-    _feature("image_reference", _REFERENCES, []),
-    _feature("video_reference", _REFERENCES, []),
-    _feature("audio_reference", _REFERENCES, []),
-    _feature("references", _REFERENCES, []),
-    _feature("images", _REFERENCES, []),
-    _feature("videos", _REFERENCES, []),
-    _feature("audios", _REFERENCES, []),
+    _feature("continuation_window_frames", _WINDOWS, tasks=("ref2va",)),
+    _feature("continuation_overlap_frames", _WINDOWS, tasks=("ref2va",)),
+    _feature("continuation_prompts", _WINDOWS, tasks=("ref2va",)),
+    _feature("frame_indices", _REFERENCES, paths=("target.frame_indices", "frame_indices"), tasks=("fl2va",)),
+    _feature("frame_index", _REFERENCES, paths=("target.frame_index", "frame_index"), tasks=("fl2va",)),
+    _feature("start_time_seconds", _REFERENCES, 0, 0.0, tasks=("ref2va",)),
+    _feature("input_reference", _REFERENCES, tasks=("fl2va", "ref2va")),
+    _feature("input_references", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("image_reference", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("video_reference", _REFERENCES, [], tasks=("ref2va",)),
+    _feature("audio_reference", _REFERENCES, [], tasks=("ref2va",)),
+    _feature("references", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("images", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("videos", _REFERENCES, [], tasks=("ref2va",)),
+    _feature("audios", _REFERENCES, [], tasks=("ref2va",)),
     _feature("control_reference", _REFERENCES),
     _feature("control_type", _REFERENCES),
     _feature("source_video", _EDITING),

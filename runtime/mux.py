@@ -83,7 +83,7 @@ class Mp4Writer:
             writer.write_audio(waveform)
             mp4 = writer.finish()
 
-    The same input and options give the same bytes: no clock, library version or machine property is written.
+    The same input and options give the same bytes with one build of the encoders: no date, no property of the machine.
     """
 
     def __init__(self, width: int, height: int, sample_rate: int, options: MediaOptions) -> None:
@@ -198,6 +198,7 @@ class _Reread:
         self._at = 0
 
     def read(self, size: int) -> bytes:
+        """Up to `size` bytes from the reader's own place; the writer's is left where it was."""
         writing_at = self._buffer.tell()
         self._buffer.seek(self._at)
         data = self._buffer.read(size)
@@ -206,11 +207,13 @@ class _Reread:
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the reader's place."""
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._buffer.getbuffer().nbytes}[whence]
         self._at = origin + offset
         return self._at
 
     def tell(self) -> int:
+        """The reader's place."""
         return self._at
 
 

@@ -63,7 +63,7 @@ class Pipeline:
     def resolve(self, prompt: bytes | str, params: Mapping[str, Any]) -> Resolved:
         """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
         resolved = resolve(prompt, params, self._dimensions)
-        self._memory.admit(resolved)
+        self._memory.admit(resolved, len(self.tokenize(resolved)))
         return resolved
 
     def tokenize(self, resolved: Resolved) -> torch.Tensor:

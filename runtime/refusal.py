@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import reprlib
+from enum import Enum
 from typing import Any
 
-MISSING = object()
-"""Stands for a value that was not given."""
+
+class Missing(Enum):
+    """The value of a field that was not given."""
+
+    MISSING = "missing"
+
+
+MISSING = Missing.MISSING
 
 _FIELD_LENGTH = 80
 _VALUE_LENGTH = 80

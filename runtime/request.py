@@ -62,7 +62,7 @@ class Media(BaseModel):
 class Resolved(BaseModel):
     """A request with every choice made. Round trips through JSON exactly."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     task: Literal["t2va"]
     prompt: str
@@ -92,7 +92,7 @@ class Resolved(BaseModel):
         return {
             "task": self.task,
             # 362 frames are 15.083 s, what the longest legal duration is raised to.
-            "duration": min(self.seconds, float(SECONDS_MAXIMUM)),
+            "duration": min(max(self.frames, 0), requested_frames(SECONDS_MAXIMUM)) / FRAMES_PER_SECOND,
             "aspect_ratio": self.aspect_ratio,
             "width": self.width,
             "height": self.height,
@@ -162,10 +162,13 @@ def restore(raw: bytes | str, dimensions: Dimensions) -> Resolved:
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise RequestError("resolved", where, f"must be a resolved request: {error.errors()[0]['msg']}") from None
-    again = resolve(resolved.prompt, resolved.parameters(), dimensions)
-    for name in Resolved.model_fields.keys() - {"notes"}:
+    try:
+        again = resolve(resolved.prompt, resolved.parameters(), dimensions)
+    except RequestError as error:
+        raise RequestError(f"resolved.{error.field}", error.value, error.rule, error.nearest) from None
+    for name in Resolved.model_fields:
         given, expected = getattr(resolved, name), getattr(again, name)
-        if given != expected:
+        if given != expected and name != "notes":
             raise RequestError(f"resolved.{name}", given, "must agree with the rest of the request", expected)
     return resolved
 
@@ -323,14 +326,14 @@ def _decode(field: str, raw: bytes | str) -> str:
 def _check_size(text: str) -> None:
     size = len(text.encode("utf-8"))
     if size > PARAMETERS_BYTES:
-        raise RequestError("parameters", f"{size} bytes", f"must be at most {PARAMETERS_BYTES} bytes of JSON")
+        raise RequestError("parameters", size, f"must be at most {PARAMETERS_BYTES} bytes of JSON")
     depth = deepest = 0
     # Counted before parsing, because the parser recurses: brackets outside strings.
     for bracket in re.findall(r"[\[{}\]]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text, flags=re.DOTALL)):
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > PARAMETERS_DEPTH:
-        raise RequestError("parameters", f"{deepest} levels", f"must be nested at most {PARAMETERS_DEPTH} levels deep")
+        raise RequestError("parameters", deepest, f"must be nested at most {PARAMETERS_DEPTH} levels deep")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

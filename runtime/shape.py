@@ -58,21 +58,16 @@ class Shape:
         )
 
 
-def tail_frames(vae: VideoVAEDimensions) -> int:
-    """Frames that a decoder chunk has beyond its clip and the dropped ones on both sides (5): the grid's remainder."""
-    return vae.chunk_frames - vae.clip_frames - 2 * vae.token_drop
-
-
 def grid_frames(frames: int, vae: VideoVAEDimensions) -> int:
     """The smallest 17n + 5 that is at least `frames`."""
-    clips = -((tail_frames(vae) - frames) // vae.clip_frames)
-    return clips * vae.clip_frames + tail_frames(vae)
+    clips = -((vae.frame_overlap - frames) // vae.clip_frames)
+    return clips * vae.clip_frames + vae.frame_overlap
 
 
 def latents(frames: int, vae: VideoVAEDimensions) -> int:
     """Latent frames 5n + 2 of 17n + 5 frames."""
-    clips = (frames - tail_frames(vae)) // vae.clip_frames
-    return clips * vae.clip_latents + vae.chunk_latents - vae.clip_latents
+    clips = (frames - vae.frame_overlap) // vae.clip_frames
+    return clips * vae.clip_latents + vae.token_overlap
 
 
 def requested_frames(seconds: float) -> int:
