@@ -1,0 +1,133 @@
+"""One component of a checkpoint: configuration, stored tensors and parameters, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export.checkpoint.components import audio_vae, configuration, denoiser, text_encoder, video_vae
+from export.checkpoint.errors import CheckpointError
+from export.checkpoint.expressions import Weight
+from export.checkpoint.recipes import QKVLayout, Recipe, expression, native_declarations
+from export.checkpoint.safetensors_file import DTYPE_NAMES, Declared
+from export.checkpoint.shards import ComponentFiles, read_files
+from export.checkpoint.strict_json import read_object
+from export.checkpoint.tree import Component, LayoutName, Place
+
+Config = denoiser.DenoiserConfig | text_encoder.TextEncoderConfig | video_vae.VideoVAEConfig | audio_vae.AudioVAEConfig
+
+FUSED_LAYOUTS: tuple[QKVLayout, ...] = ("interleaved", "stacked")
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What a component holds. `parameters` are expressions under diffusers / transformers names."""
+
+    config: Config
+    arguments: Mapping[str, Any]
+    config_files: tuple[Path, ...]
+    files: ComponentFiles
+    parameters: Mapping[str, Weight]
+    qkv_layout: QKVLayout
+
+
+@dataclass(frozen=True)
+class _Expectation:
+    """The tensors that the files must hold, and how parameters are made from them (None: names are the same)."""
+
+    stored: Mapping[str, Declared]
+    recipes: Mapping[str, Recipe] | None
+
+
+def read_catalogue(component: Component, layout: LayoutName, place: Place) -> Catalogue:
+    """Reads configuration and headers of one component and checks every tensor against the configuration.
+
+    Raises:
+        CheckpointError: a file, a configuration value or a tensor is missing, unexpected or wrong.
+    """
+    config, arguments, config_files = _read_config(component, layout, place.config)
+    expectation = _expect(config, layout)
+    files = read_files(place.tensors, place.stem)
+    _check(files, expectation.stored)
+    qkv_layout = _qkv_layout(files, expectation.recipes)
+    if expectation.recipes is None:
+        return Catalogue(config, arguments, config_files, files, files.tensors, qkv_layout)
+    parameters = {name: expression(one, files.tensors, qkv_layout) for name, one in expectation.recipes.items()}
+    return Catalogue(config, arguments, config_files, files, parameters, qkv_layout)
+
+
+def _read_config(
+    component: Component, layout: LayoutName, directory: Path
+) -> tuple[Config, dict[str, Any], tuple[Path, ...]]:
+    file = directory / "config.json"
+    values = read_object(file)
+    if component == "text_encoder":
+        arguments = text_encoder.constructor_arguments(values)
+        return configuration.parse(text_encoder.TextEncoderConfig, arguments, file), arguments, (file,)
+    files: tuple[Path, ...] = (file,)
+    if layout == "diffusers":
+        arguments = configuration.constructor_arguments(values)
+    else:
+        arguments, files = _translate(component, values, file)
+    models: dict[str, type[configuration.Configuration]] = {
+        "denoiser": denoiser.DenoiserConfig,
+        "video_vae": video_vae.VideoVAEConfig,
+        "audio_vae": audio_vae.AudioVAEConfig,
+    }
+    config = configuration.parse(models[component], arguments, file)
+    return config, config.model_dump(), files  # type: ignore[return-value]
+
+
+def _translate(component: Component, values: dict[str, Any], file: Path) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """Native configuration files as diffusers constructor arguments."""
+    if component == "denoiser":
+        return denoiser.from_native(values, file), (file,)
+    if component == "video_vae":
+        source = file.parent / "source" / "config.json"
+        return video_vae.from_native(values, file, read_object(source), source), (file, source)
+    metadata = file.parent / "metadata.json"
+    return audio_vae.from_native(values, file, read_object(metadata), metadata), (file, metadata)
+
+
+def _expect(config: Config, layout: LayoutName) -> _Expectation:
+    match config:
+        case text_encoder.TextEncoderConfig():
+            return _Expectation(text_encoder.tensors(config), None)
+        case audio_vae.AudioVAEConfig():
+            return _Expectation(audio_vae.tensors(config), None)
+        case denoiser.DenoiserConfig():
+            tensors, recipes, extra = denoiser.tensors(config), denoiser.recipes(config), denoiser.native_only(config)
+        case video_vae.VideoVAEConfig():
+            tensors, recipes = video_vae.tensors(config), video_vae.recipes(config)
+            extra = video_vae.native_only(config)
+    if layout == "diffusers":
+        return _Expectation(tensors, None)
+    return _Expectation(native_declarations(tensors, recipes) | extra, recipes)
+
+
+def _check(files: ComponentFiles, expected: Mapping[str, Declared]) -> None:
+    for key, declared in expected.items():
+        stored = files.tensors.get(key)
+        if stored is None:
+            raise CheckpointError(files.listing, key, declared, "no such tensor")
+        found = Declared(stored.shape, stored.dtype)
+        if declared.dtype != found.dtype or declared.shape not in (None, found.shape):
+            raise CheckpointError(stored.file, key, declared, found)
+    for key, stored in files.tensors.items():
+        if key not in expected:
+            found = f"an unexpected {DTYPE_NAMES[stored.dtype]} {list(stored.shape)}"
+            raise CheckpointError(stored.file, key, "only tensors of the configured model", found)
+
+
+def _qkv_layout(files: ComponentFiles, recipes: Mapping[str, Recipe] | None) -> QKVLayout:
+    """Row order of fused projections: the release interleaves heads; an artifact that stacks them must say so."""
+    if recipes is None:
+        return "split"
+    named = files.declared("qkv_layout") or "interleaved"
+    for layout in FUSED_LAYOUTS:
+        if named == layout:
+            return layout
+    file = files.headers[0].file
+    raise CheckpointError(file, "__metadata__.qkv_layout", " or ".join(FUSED_LAYOUTS), repr(named))

@@ -1,0 +1,48 @@
+"""SHA256SUMS: the list of file hashes that may lie in a checkpoint's root, in the format of the sha256sum tool."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from export.checkpoint.errors import CheckpointError
+
+SUMS = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+def file_hash(file: Path) -> str:
+    """SHA-256 of a file's contents, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_sums(root: Path, files: Iterable[Path]) -> None:
+    """Writes the list for `files` (below `root`), in path order."""
+    lines = (f"{file_hash(file)}  {file.relative_to(root).as_posix()}\n" for file in sorted(files))
+    (root / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def verify_sums(root: Path, progress: Callable[[Path], None]) -> tuple[Path, ...]:
+    """Checks every listed file, calling `progress` before each is read; returns them in list order.
+
+    Raises:
+        CheckpointError: there is no list, a line is malformed or leaves the root, or a file is missing or differs.
+    """
+    sums = root / SUMS
+    if not sums.is_file():
+        raise CheckpointError(sums, "file", "a list of hashes, as `sha256sum` writes it", "no such file")
+    files = []
+    for number, line in enumerate(sums.read_text(encoding="utf-8").splitlines(), start=1):
+        match = _LINE.fullmatch(line)
+        if not match or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
+            raise CheckpointError(sums, f"line {number}", "<sha256>  <path below the root>", repr(line)[:120])
+        file = root / match[2]
+        progress(file)
+        found = file_hash(file) if file.is_file() else "no such file"
+        if found != match[1]:
+            raise CheckpointError(file, "sha256", match[1], found)
+        files.append(file)
+    return tuple(files)

@@ -1,0 +1,38 @@
+"""Evaluates weight expressions on memory-mapped checkpoint files."""
+
+from __future__ import annotations
+
+import mmap
+from math import prod
+
+import torch
+
+from export.checkpoint.errors import CheckpointError
+from export.checkpoint.expressions import Stored, Weight
+
+
+def materialise(weight: Weight) -> torch.Tensor:
+    """The value of an expression on memory-mapped leaves; a `Stored` and views of it are returned without a copy.
+
+    Raises:
+        CheckpointError: a file has become shorter than its header says.
+    """
+    return weight.evaluate(map_stored)
+
+
+def map_stored(stored: Stored) -> torch.Tensor:
+    """The stored tensor as a view of its file. The mapping is private: writes to it never reach the file.
+
+    Raises:
+        CheckpointError: the file has become shorter than its header says.
+    """
+    if stored.nbytes == 0:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    size, end = stored.file.stat().st_size, stored.offset + stored.nbytes
+    if size < end:
+        raise CheckpointError(stored.file, stored.key, f"a file of at least {end} bytes", f"{size} bytes")
+    start = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
+    with stored.file.open("rb") as stream:
+        pages = mmap.mmap(stream.fileno(), end - start, offset=start, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(pages, dtype=stored.dtype, count=prod(stored.shape), offset=stored.offset - start)
+    return flat.view(stored.shape)
