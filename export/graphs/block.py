@@ -62,6 +62,6 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
         outputs=(TensorSpec("hidden_out", compute, (ROWS, dimensions.hidden)),),
         weights=tuple(layout.weights(stored, f"{layout.blocks}.{i}") for i in range(dimensions.layers)),
         compute=compute,
-        trials=({"rows": 7}, {"rows": 50}),
+        trials=({"rows": 1}, {"rows": 7}, {"rows": 50}),
     )
     return (graph,)

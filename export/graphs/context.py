@@ -63,6 +63,6 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
         outputs=(TensorSpec("text_rows", compute, (TEXT_ROWS, dimensions.hidden)),),
         weights=(weights,),
         compute=compute,
-        trials=({"text_rows": 3}, {"text_rows": 24}),
+        trials=({"text_rows": 1}, {"text_rows": 3}, {"text_rows": 24}),
     )
     return (graph,)
