@@ -53,6 +53,16 @@ class Check:
     at_least: bool = False
 
     @property
+    def title(self) -> str:
+        """Group and name."""
+        return f"{self.group}: {self.name}"
+
+    @property
+    def rule(self) -> str:
+        """The limit, as a table shows it."""
+        return f"{'>=' if self.at_least else '<='} {self.limit:.3g}"
+
+    @property
     def passed(self) -> bool:
         """Whether the limit is kept; not a number is not."""
         return self.measured >= self.limit if self.at_least else self.measured <= self.limit
@@ -68,15 +78,15 @@ class Verification:
     checks: tuple[Check, ...]
 
     @property
-    def passed(self) -> bool:
-        """Whether every check passed."""
-        return all(check.passed for check in self.checks)
+    def failed(self) -> tuple[Check, ...]:
+        """The checks over their limit."""
+        return tuple(check for check in self.checks if not check.passed)
 
     def to_json(self) -> str:
         """The checks, each with `passed`, and what they were made on."""
         checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
         fields = {"checkpoint": self.checkpoint, "store": self.store, "request": self.request.model_dump()}
-        return json.dumps({**fields, "passed": self.passed, "checks": checks}, indent=2)
+        return json.dumps({**fields, "passed": not self.failed, "checks": checks}, indent=2)
 
 
 def verify(store: Path, forwards: int, seed: int, progress: Callable[[Check], None]) -> Verification:

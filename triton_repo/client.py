@@ -16,6 +16,8 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import InferenceServerException
 
+from triton_repo.names import ENSEMBLE, PREPARE, STREAM
+
 Progress = Callable[[Mapping[str, Any]], None]
 """Receives each progress event of a request as the server sent it."""
 
@@ -66,7 +68,7 @@ class Client:
 
     def resolve(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Mapping[str, Any]:
         """The request with every default and derived size filled in; nothing is generated. Raises ClientError."""
-        result = self._infer("h3_prepare", prompt, params, timeout)
+        result = self._infer(PREPARE, prompt, params, timeout)
         return json.loads(_text(result, "RESOLVED"))
 
     def generate_unary(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Generated:
@@ -74,7 +76,7 @@ class Client:
 
         `timeout` is in seconds. Raises ClientError.
         """
-        result = self._infer("h3", prompt, params, timeout)
+        result = self._infer(ENSEMBLE, prompt, params, timeout)
         return Generated(_bytes(result, "MP4"), json.loads(_text(result, "RESOLVED")))
 
     def generate(
@@ -113,7 +115,7 @@ class Client:
         cancel = True
         try:
             with _told():
-                self._client.async_stream_infer("h3_stream", _inputs(prompt, params), enable_empty_final_response=True)
+                self._client.async_stream_infer(STREAM, _inputs(prompt, params), enable_empty_final_response=True)
             yield messages
             cancel = False
         finally:
