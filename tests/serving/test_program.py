@@ -141,7 +141,7 @@ def damaged(demonstration: Demonstration, tmp_path: Path) -> Path:
     """A copy of the store whose engine of the block is missing."""
     store = tmp_path / "store"
     shutil.copytree(demonstration.store, store)
-    (store / EngineStore.open(store).manifest.graphs["block"].files[0].path).unlink()
+    (store / EngineStore.open(store).manifest.graphs["block"].file.path).unlink()
     return store
 
 
@@ -153,7 +153,7 @@ def test_serve_refuses_a_missing_engine(damaged: Path, tmp_path: Path) -> None:
 
 
 def test_serve_refuses_a_corrupt_engine(demonstration: Demonstration, damaged: Path, tmp_path: Path) -> None:
-    name = EngineStore.open(demonstration.store).manifest.graphs["block"].files[0].path
+    name = EngineStore.open(demonstration.store).manifest.graphs["block"].file.path
     data = bytearray((demonstration.store / name).read_bytes())
     data[len(data) // 2] ^= 1
     (damaged / name).write_bytes(data)
@@ -170,7 +170,7 @@ def test_an_engine_lost_before_the_models_load_is_told_by_the_server(
     store = tmp_path / "store"
     shutil.copytree(demonstration.store, store)
     render(store, tmp_path / "repository", RepositorySettings())
-    os.unlink(store / EngineStore.open(store).manifest.graphs["block"].files[0].path)
+    os.unlink(store / EngineStore.open(store).manifest.graphs["block"].file.path)
     settings = ServerSettings(tmp_path / "repository", tmp_path / "log", PUBLIC_MODELS)
     with pytest.raises(ServerError, match="make engines PROFILE=cpu CHECKPOINT="):
         TritonServer(settings).__enter__()
