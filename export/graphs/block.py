@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.norm1 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.norm2 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.attention = SelfAttention(dimensions, layout.qkv, compute)
-        self.feed_forward = FeedForward(dimensions, layout.gate_first, compute)
+        self.feed_forward = FeedForward(dimensions.hidden, dimensions.ffn, layout.gate_first, compute)
         self.eps = dimensions.norm_eps
 
     def forward(

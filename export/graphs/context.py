@@ -22,7 +22,7 @@ class RefinerBlock(nn.Module):
         self.norm1 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.norm2 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.attention = SelfAttention(dimensions, layout.qkv, compute)
-        self.feed_forward = FeedForward(dimensions, layout.gate_first, compute)
+        self.feed_forward = FeedForward(dimensions.hidden, dimensions.ffn, layout.gate_first, compute)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [L, D] to rows [L, D]."""
