@@ -84,6 +84,7 @@ class VideoVAEDimensions(_Frozen):
     latents_mean: tuple[float, ...]
     latents_std: tuple[float, ...]
     spatial_ratio: int = 16
+    temporal_ratio: int = 4
     clip_frames: int = 17
     clip_latents: int = 5
     token_drop: int = 3
@@ -96,14 +97,29 @@ class VideoVAEDimensions(_Frozen):
         return self.tile // self.spatial_ratio
 
     @cached_property
+    def token_overlap(self) -> int:
+        """Latent frames that a chunk shares with the next (2)."""
+        return -self.token_drop % self.clip_latents
+
+    @cached_property
     def chunk_latents(self) -> int:
         """Latent frames that one decoder call takes (7: the chunk's 5 and 2 of overlap)."""
-        return self.clip_latents + 2
+        return self.clip_latents + self.token_overlap
 
     @cached_property
     def chunk_frames(self) -> int:
         """Pixel frames that one decoder call returns (28)."""
-        return 4 * self.chunk_latents
+        return self.temporal_ratio * self.chunk_latents
+
+    @cached_property
+    def frame_pre_padding(self) -> int:
+        """Pixel frames that a chunk's first latent decodes to but does not stand for (3)."""
+        return -self.clip_frames % self.temporal_ratio
+
+    @cached_property
+    def frame_overlap(self) -> int:
+        """Pixel frames that a decoded chunk shares with the next (5)."""
+        return self.token_overlap * self.temporal_ratio - self.frame_pre_padding
 
 
 class AudioVAEDimensions(_Frozen):

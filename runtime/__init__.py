@@ -1,1 +1,1 @@
-"""Serving host: request to plan to tensors to media, on opened engines. Needs neither a checkpoint reader nor diffusers."""
+"""Serving host: request to plan to tensors to media, on opened engines. Needs no checkpoint reader and no diffusers."""

@@ -27,6 +27,8 @@ class TensorSpec:
     name: str
     dtype: torch.dtype
     shape: tuple[int | Axis, ...]
+    below: int | tuple[Axis, ...] = 0
+    """Integers only: the exclusive upper bound of the values, or the axes whose sizes add up to it."""
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,6 @@ class Graph:
     """Largest |ONNX Runtime - torch eager| relative to the output's largest magnitude, in float32."""
     trials: tuple[Mapping[str, int], ...] = field(default=())
     """Sizes of the named axes at which the emitted graph is compared with eager; at least two where any axis moves."""
+    weight_axes: Mapping[str, tuple[int | Axis, ...]] = field(default_factory=dict)
+    """Shapes, by parameter name, of the weights whose sizes differ between instances; these must be stored as they are.
+    Such an axis takes its size from the instance, not from `trials`."""

@@ -1,0 +1,193 @@
+"""Builds an engine store from a checkpoint: `build(checkpoint, profile, store)`, incremental and resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from engines.declaration import describe_checkpoint, describe_exporter, versions
+from engines.graph_steps import GraphSteps
+from engines.profile import Partition, Profile
+from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport
+from engines.store import LOCK, MANIFEST, SCHEMA_VERSION, EngineStore, Manifest
+from engines.weight_table import WeightTable
+from export.binding import bind
+from export.checkpoint import Checkpoint
+from export.graphs.t2va import check_consumption, t2va_graphs
+
+COMPUTE = {"float32": torch.float32}
+"""A profile's compute dtypes."""
+
+PRODUCTS = ("engines", "portable", "tokenizer")
+"""Directories of a store that hold nothing but what steps have made."""
+
+
+class BuildError(ValueError):
+    """A build that cannot be done; says what does not fit, and what would."""
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """A finished build: every step in order, and the store, which opens."""
+
+    store: Path
+    steps: tuple[StepReport, ...]
+
+    @property
+    def built(self) -> tuple[str, ...]:
+        """Names of the steps that were done; empty when everything was up to date."""
+        return tuple(step.name for step in self.steps if step.status == "built")
+
+
+def build(
+    checkpoint: str | Path,
+    profile: str | Path,
+    store: str | Path,
+    progress: Callable[[StepEvent], None] = lambda event: None,
+    only: str | None = None,
+) -> BuildReport:
+    """Brings a store up to date with a checkpoint and a profile, and opens it to see that it can be served from.
+
+    What has not changed is left alone. `only` names one step, which is done again, after those before it where needed;
+    the later ones are left for the next build.
+
+    Raises:
+        CheckpointError, ProfileError, BuildError: the build cannot start.
+        StepFailed: a step failed. What was built stays; a manifest that was there before is still valid.
+    """
+    root, loaded = Path(store).absolute(), Profile.load(profile)
+    opened = Checkpoint.open(Path(checkpoint).absolute())
+    steps = _Plan(opened, loaded, root).steps()
+    _check_known(only, steps)
+    arguments = ["--checkpoint", str(opened.root), "--profile", loaded.name, "--store", str(root)]
+    ledger = Ledger(root, lambda step: shlex.join(["h3trt", "engines", *arguments, "--step", step]), progress)
+    with _locked(root, progress):
+        reports = ledger.run(steps, only)
+        if only is None:
+            ledger.prune(steps, PRODUCTS)
+            EngineStore.open(root)
+    return BuildReport(root, tuple(reports))
+
+
+class _Plan:
+    """The steps of one build. A graph is built once, for the first partition; the others only bind their weights."""
+
+    def __init__(self, checkpoint: Checkpoint, profile: Profile, root: Path) -> None:
+        _check_partitions(checkpoint, profile)
+        self._checkpoint = checkpoint
+        self._profile = profile
+        self._first = profile.partitions[0]
+        self._declared = {p: t2va_graphs(checkpoint, p, COMPUTE[profile.compute]) for p in profile.partitions}
+        self._graphs = {p: [GraphSteps(g, bind(g), root) for g in graphs] for p, graphs in self._declared.items()}
+        self._weights = WeightTable(graph.binding for graphs in self._graphs.values() for graph in graphs)
+
+    def steps(self) -> list[Step]:
+        """Every step, after those that it requires."""
+        steps = [self._tokenizer(), *(self._bind(partition) for partition in self._profile.partitions)]
+        checkpoint, exporter = describe_checkpoint(self._checkpoint, self._first), describe_exporter()
+        for graph in self._graphs[self._first]:
+            steps += graph.steps(checkpoint, exporter, self._weights)
+        if self._profile.weights == "baked":
+            steps += [g.bake_step(p, self._weights) for p, graphs in self._graphs.items() for g in graphs]
+        return [*steps, self._manifest(tuple(step.name for step in steps))]
+
+    def _bind(self, partition: Partition) -> Step:
+        graphs = self._graphs[partition]
+        instances = [instance for graph in graphs for instance in graph.binding.instances]
+        depends_on = {
+            "graphs": [graph.declaration for graph in graphs],
+            "shared": [graph.declaration for graph in self._graphs[self._first]],
+            "files": self._weights.identities(instances),
+        }
+        return Step(f"{partition}.bind", depends_on, partial(self._do_bind, partition))
+
+    def _do_bind(self, partition: Partition, records: Mapping[str, Record]) -> Product:
+        check_consumption(self._checkpoint, self._declared[partition], partition)
+        for graph, shared in zip(self._graphs[partition], self._graphs[self._first], strict=True):
+            if graph.declaration != shared.declaration:
+                name = graph.graph.name
+                raise BuildError(f"graph {name} of {partition} differs from that of {self._first}: no shared engine")
+        regions = self._weights.regions
+        return Product({g.graph.name: [regions(i) for i in g.binding.instances] for g in self._graphs[partition]})
+
+    def _tokenizer(self) -> Step:
+        data = self._checkpoint.tokenizer_file.read_bytes()
+        depends_on = {"sha256": hashlib.sha256(data).hexdigest()}
+        return Step("tokenizer", depends_on, lambda records: Product({}, {"tokenizer/tokenizer.{sha}.json": data}))
+
+    def _manifest(self, requires: tuple[str, ...]) -> Step:
+        about = self._about()
+        return Step("manifest", {"schema": SCHEMA_VERSION, **about}, partial(self._do_manifest, about), requires)
+
+    def _do_manifest(self, about: Mapping[str, Any], records: Mapping[str, Record]) -> Product:
+        manifest = Manifest.model_validate_json(
+            json.dumps(
+                {
+                    "schema_version": SCHEMA_VERSION,
+                    **about,
+                    "tokenizer": records["tokenizer"].files[0].model_dump(),
+                    "graphs": {
+                        graph.graph.name: graph.engine_record(records).model_dump()
+                        for graph in self._graphs[self._first]
+                    },
+                    "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
+                }
+            )
+        )
+        return Product({}, {MANIFEST: manifest.model_dump_json(indent=1).encode()})
+
+    def _about(self) -> dict[str, Any]:
+        """The part of the manifest that no step has to find out."""
+        checkpoint = self._checkpoint
+        return {
+            "profile": self._profile.model_dump(mode="json"),
+            "versions": versions(),
+            "checkpoint": {
+                "root": str(checkpoint.root),
+                "layout": checkpoint.layout,
+                "fingerprint": checkpoint.fingerprint,
+            },
+            "dimensions": checkpoint.dimensions.model_dump(mode="json"),
+            "weight_files": self._weights.files_json,
+        }
+
+
+def _check_partitions(checkpoint: Checkpoint, profile: Profile) -> None:
+    missing = [p for p in profile.partitions if p not in checkpoint.partitions]
+    if missing:
+        raise BuildError(
+            f"profile {profile.name}: partitions = {list(profile.partitions)}: checkpoint {checkpoint.root} has no "
+            f"{missing[0]!r}; must be of {list(checkpoint.partitions)}"
+        )
+
+
+def _check_known(only: str | None, steps: list[Step]) -> None:
+    names = [step.name for step in steps]
+    if only is not None and only not in names:
+        raise BuildError(f"step {only!r}: must be one of {', '.join(names)}")
+
+
+@contextmanager
+def _locked(store: Path, progress: Callable[[StepEvent], None]) -> Iterator[None]:
+    """Holds the store's lock; says so when another build has to be waited for."""
+    store.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(store / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress(StepEvent(0, 0, f"waiting for another build of {store}", "started"))
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

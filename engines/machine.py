@@ -1,0 +1,31 @@
+"""What this machine lets a process use: processors and memory, containers' limits included."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux shows the limits of the container (control groups, version 2)."""
+
+
+def available_processors(cgroup: Path = CGROUP) -> int:
+    """Processors this process may run on: its affinity mask, cut to the container's quota (rounded up)."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    return min(allowed, max(1, -(-int(quota) // int(period)))) if quota.isdigit() else allowed
+
+
+def memory_bytes(cgroup: Path = CGROUP) -> int:
+    """Bytes of physical memory, cut to the container's limit."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(cgroup / "memory.max")
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def _read(path: Path) -> str:
+    """The file's text, or nothing where there is no limit to read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,30 @@
+"""The dtypes of the manifest, in the terms of torch, numpy and ONNX (whose package a serving host does not have)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engines.store import Dtype
+
+TORCH: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "bool": torch.bool,
+}
+
+ONNX_TYPE: dict[Dtype, int] = {"float32": 1, "float16": 10, "bfloat16": 16, "int64": 7, "int32": 6, "bool": 9}
+"""Numbers of `onnx.TensorProto.DataType`."""
+
+STORAGE: dict[Dtype, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int64": np.int64,
+    "int32": np.int32,
+    "bool": np.bool_,
+}
+"""The numpy type with the same bytes; numpy has no bfloat16."""

@@ -1,0 +1,296 @@
+"""The engine store: a directory of engine files with a manifest that says what they are and what they were made from.
+
+A serving host imports this module: it needs neither the exporter nor the checkpoint's readers. Weights are not in the
+store; the manifest says where in the checkpoint's files each one lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import math
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from engines.profile import Partition, Profile
+from plugins.dimensions import Dimensions
+
+SCHEMA_VERSION = 1
+"""Changes when a manifest of the last version can no longer be read."""
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+
+Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
+
+ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+
+_HEADER_LIMIT = 100 << 20
+"""Largest header that the safetensors format allows, in bytes."""
+
+
+class StoreError(RuntimeError):
+    """A store that must not be served from; says what is wrong, and the command that rebuilds it."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AxisRecord(_Record):
+    """Legal sizes of a named axis: minimum to maximum, divisible by `multiple`."""
+
+    minimum: int
+    maximum: int
+    multiple: int
+
+
+class TensorRecord(_Record):
+    """An input, output or weight of an engine: fixed sizes are ints, dynamic ones are names of axes."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int | str, ...]
+
+
+class FileRecord(_Record):
+    """A file of the store: path relative to it, and the SHA-256 of its bytes."""
+
+    path: str
+    sha256: str
+
+
+class EngineRecord(_Record):
+    """One graph's engine.
+
+    `file` takes the weights of any instance as inputs. With a profile of baked weights, `baked[partition][instance]` is
+    what runs instead: its weights are external data whose locations are the bare names of the checkpoint's files.
+    `key` is the hash of everything that `file` depends on. `difference` is the largest measured |engine - torch eager|
+    relative to the output's largest magnitude, at most `tolerance`.
+    """
+
+    key: str
+    file: FileRecord
+    baked: dict[Partition, tuple[FileRecord, ...]]
+    instances: int
+    inputs: tuple[TensorRecord, ...]
+    outputs: tuple[TensorRecord, ...]
+    weights: tuple[TensorRecord, ...]
+    axes: dict[str, AxisRecord]
+    opset: int
+    census: dict[str, int]
+    tolerance: float
+    difference: float
+
+
+class WeightFile(_Record):
+    """A safetensors file of the checkpoint; `header_sha256` covers its header, which names every tensor's place."""
+
+    path: str
+    size: int
+    header_sha256: str
+
+
+class Region(NamedTuple):
+    """Where a weight lies: index of its file, offset from the file's start in bytes, and its shape."""
+
+    file: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def nbytes(self, dtype: Dtype) -> int:
+        """Length in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[dtype]
+
+
+class CheckpointRecord(_Record):
+    """The checkpoint that the weights are read from."""
+
+    root: str
+    layout: Literal["native", "diffusers"]
+    fingerprint: str
+
+
+class Manifest(_Record):
+    """Everything that running the engines needs to know, and everything that made them.
+
+    `bindings[partition][graph][instance]` maps each weight of the graph, by name, to its region.
+    """
+
+    schema_version: int
+    profile: Profile
+    versions: dict[str, str]
+    checkpoint: CheckpointRecord
+    dimensions: Dimensions
+    tokenizer: FileRecord
+    graphs: dict[str, EngineRecord]
+    weight_files: tuple[WeightFile, ...]
+    bindings: dict[Partition, dict[str, tuple[dict[str, Region], ...]]]
+
+
+class EngineStore:
+    """A verified store: `manifest`, and the bytes of its files."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self.root = root
+        self.manifest = manifest
+
+    @staticmethod
+    def open(path: str | Path) -> EngineStore:
+        """Reads the manifest and verifies everything it names.
+
+        Raises:
+            StoreError: no manifest, another schema version, a missing or changed engine or tokenizer, a missing or
+                changed weight file, a backend that is not installed in the version the engines were made with.
+        """
+        root = Path(path)
+        store = EngineStore(root, _read_manifest(root))
+        store._verify_backend()
+        for record in store._files():
+            store.read(record)
+        for weights in store.manifest.weight_files:
+            store._verify_weights(weights)
+        return store
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The checkpoint's tokenizer.json, as copied into the store."""
+        return self.root / self.manifest.tokenizer.path
+
+    def read(self, record: FileRecord) -> bytes:
+        """The bytes of one of the store's files.
+
+        Raises:
+            StoreError: the file is missing or is not the one that was built.
+        """
+        path = self.root / record.path
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise self._error(f"{path}: cannot be read: {error.strerror}") from error
+        found = hashlib.sha256(data).hexdigest()
+        if found != record.sha256:
+            raise self._error(
+                f"{path}: is not the file that was built: SHA-256 {record.sha256} expected, {found} found"
+            )
+        return data
+
+    def _files(self) -> list[FileRecord]:
+        engines = self.manifest.graphs.values()
+        baked = [file for engine in engines for files in engine.baked.values() for file in files]
+        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked]
+
+    def _verify_backend(self) -> None:
+        package = self.manifest.profile.backend
+        built = self.manifest.versions[package]
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise StoreError(
+                f"{self.root}: its engines run on {package} {built}, which is not installed; "
+                f"run: pip install {package}=={built}"
+            ) from None
+        if installed != built:
+            raise self._error(f"{self.root}: built for {package} {built}, but {package} {installed} is installed")
+
+    def _verify_weights(self, expected: WeightFile) -> None:
+        try:
+            found = weight_file(Path(expected.path))
+        except (OSError, ValueError) as error:
+            raise self._error(f"weight file {expected.path}: {error}") from error
+        if found.size != expected.size:
+            raise self._error(f"weight file {expected.path}: {expected.size:,} bytes expected, {found.size:,} found")
+        if found.header_sha256 != expected.header_sha256:
+            raise self._error(
+                f"weight file {expected.path}: its header has changed: SHA-256 {expected.header_sha256} expected, "
+                f"{found.header_sha256} found"
+            )
+
+    def _error(self, text: str) -> StoreError:
+        command = rebuild_command(self.manifest.profile.name, self.manifest.checkpoint.root)
+        return StoreError(f"{text}; to rebuild, run: {command}")
+
+
+def rebuild_command(profile: str = "cpu", checkpoint: str | None = None) -> str:
+    """The command line that (re)builds a store; without a checkpoint the reader has to fill it in."""
+    root = "DIRECTORY" if checkpoint is None else shlex.quote(checkpoint)
+    return f"make engines PROFILE={profile} CHECKPOINT={root}"
+
+
+def weight_file(path: Path) -> WeightFile:
+    """Identifies a safetensors file by its path, size and header.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: its header does not fit in it.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise ValueError(f"a header of {length:,} bytes does not fit in a file of {size:,} bytes")
+        header = file.read(length)
+    return WeightFile(path=str(path), size=size, header_sha256=hashlib.sha256(header).hexdigest())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _read_manifest(root: Path) -> Manifest:
+    path = root / MANIFEST
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}; to build, run: {rebuild_command()}") from error
+    outline = _outline(path, content)
+    mend = f"to rebuild, run: {rebuild_command(outline.profile.name, outline.checkpoint.root)}"
+    if outline.schema_version != SCHEMA_VERSION:
+        raise StoreError(f"{path}: schema version {SCHEMA_VERSION} expected, {outline.schema_version} found; {mend}")
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise StoreError(f"{path}: {place}: {first['msg']}; {mend}") from error
+
+
+class _OutlineProfile(BaseModel):
+    name: str
+
+
+class _OutlineCheckpoint(BaseModel):
+    root: str
+
+
+class _Outline(BaseModel):
+    """What the manifest of every version has: enough to say which version it is, and how to make it anew."""
+
+    schema_version: int
+    profile: _OutlineProfile
+    checkpoint: _OutlineCheckpoint
+
+
+def _outline(path: Path, content: bytes) -> _Outline:
+    try:
+        return _Outline.model_validate_json(content)
+    except ValidationError as error:
+        raise StoreError(f"{path}: is not a manifest; to rebuild, run: {rebuild_command()}") from error

@@ -1,0 +1,17 @@
+"""The named axes of the denoiser's graphs: how many rows of each kind a request may have."""
+
+from __future__ import annotations
+
+from export.graphs.graph import Axis
+
+TEXT_ROWS = Axis("text_rows", 1, 16_384)
+"""L: tokens of the prompt."""
+
+VIDEO_ROWS = Axis("video_rows", 1, 262_144)
+"""Nv: patches of conditions and target; 69,678 for 15 s of 1344x768, and references on top."""
+
+AUDIO_ROWS = Axis("audio_rows", 1, 16_384)
+"""Na: both channels of references and target; 1,206 for 15 s, and references on top."""
+
+ROWS = Axis("rows", 1, 262_144)
+"""S: the packed sequence."""

@@ -1,0 +1,144 @@
+"""The graphs of text to video and audio, and the check that together they use the checkpoint exactly once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from export.checkpoint import Checkpoint, Stored
+from export.checkpoint.tree import Component
+from export.graphs import (
+    audio_decoder,
+    block,
+    context,
+    epilogue,
+    modulation,
+    prologue,
+    text_encoder,
+    video_decoder_tile,
+)
+from export.graphs.graph import Graph
+from plugins.dimensions import Dimensions
+
+SHOWN = 20
+"""Problems that an error lists; it counts the rest."""
+
+
+def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
+    """All graphs that serve T2VA from one partition, in the order in which a request meets them."""
+    modules = (text_encoder, context, modulation, prologue, block, epilogue, video_decoder_tile, audio_decoder)
+    return tuple(graph for module in modules for graph in module.graphs(checkpoint, partition, compute))
+
+
+def unused(dimensions: Dimensions) -> dict[Component, re.Pattern[str]]:
+    """For each component, the keys that T2VA has no use for, in either layout (spec/model.md 1a to 1g)."""
+    kept = "|".join(str(i) for i in range(dimensions.text_encoder.layers))
+    return {
+        "denoiser": re.compile(r"rope\.inv_freq"),
+        "text_encoder": re.compile(
+            rf"model\.language_model\.layers\.(?!(?:{kept})\.).*|model\.language_model\.norm\.weight"
+            r"|lm_head\.weight|model\.visual\..*"
+        ),
+        "video_vae": re.compile(r"encoder\..*|quant_conv\..*|decoder\.mask_token"),
+        "audio_vae": re.compile(r"(encoder|pre_block|mean_proj|logs_proj)\..*"),
+    }
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One tensor that is not consumed as it must be."""
+
+    file: Path
+    key: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.key}: expected {self.expected}, found {self.found}"
+
+
+class ConsumptionError(ValueError):
+    """The graphs do not consume the checkpoint exactly; `problems` has one entry for each tensor concerned."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        self.problems = problems
+        rest = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        super().__init__("\n".join([*map(str, problems[:SHOWN]), *rest]))
+
+
+def check_consumption(checkpoint: Checkpoint, graphs: Iterable[Graph], partition: str = "fl2va") -> None:
+    """Checks that every tensor of the partition is bound by one instance of one graph, or is declared unused.
+
+    Raises:
+        ConsumptionError: a bound tensor is missing or has another shape or dtype, or a tensor is unused or used twice.
+    """
+    stored = {c: checkpoint.stored(c, partition) for c in unused(checkpoint.dimensions)}
+    known = {_identity(tensor): tensor for tensors in stored.values() for tensor in tensors.values()}
+    users = _users(graphs)
+    problems = (
+        *_misread(users, known),
+        *_used_twice(users),
+        *_never_used(users, stored, unused(checkpoint.dimensions)),
+    )
+    if problems:
+        raise ConsumptionError(problems)
+
+
+@dataclass(frozen=True)
+class _User:
+    graph: str
+    instance: int
+    reads: Stored
+
+    def __str__(self) -> str:
+        return f"{self.graph}[{self.instance}]"
+
+
+_Identity = tuple[Path, str]
+
+
+def _identity(tensor: Stored) -> _Identity:
+    return tensor.file, tensor.key
+
+
+def _users(graphs: Iterable[Graph]) -> dict[_Identity, list[_User]]:
+    """Who binds each tensor; an instance that cuts several parameters from one counts once."""
+    users: dict[_Identity, list[_User]] = {}
+    for graph in graphs:
+        for instance, weights in enumerate(graph.weights):
+            leaves = {_identity(leaf): leaf for weight in weights.values() for leaf in weight.leaves()}
+            for identity, leaf in leaves.items():
+                users.setdefault(identity, []).append(_User(graph.name, instance, leaf))
+    return users
+
+
+def _misread(users: Mapping[_Identity, list[_User]], known: Mapping[_Identity, Stored]) -> Iterator[Problem]:
+    for (file, key), readers in users.items():
+        found = known.get((file, key))
+        for user in readers:
+            expected = f"{user.reads.dtype} {list(user.reads.shape)} for {user}"
+            if found is None:
+                yield Problem(file, key, expected, "no such tensor")
+            elif (found.dtype, found.shape) != (user.reads.dtype, user.reads.shape):
+                yield Problem(file, key, expected, f"{found.dtype} {list(found.shape)}")
+
+
+def _used_twice(users: Mapping[_Identity, list[_User]]) -> Iterator[Problem]:
+    for (file, key), readers in users.items():
+        if len(readers) > 1:
+            yield Problem(file, key, "one user", " and ".join(map(str, readers)))
+
+
+def _never_used(
+    users: Mapping[_Identity, list[_User]],
+    stored: Mapping[Component, Mapping[str, Stored]],
+    declared: Mapping[Component, re.Pattern[str]],
+) -> Iterator[Problem]:
+    for component, tensors in stored.items():
+        for key, tensor in tensors.items():
+            if _identity(tensor) not in users and not declared[component].fullmatch(key):
+                yield Problem(tensor.file, key, f"a user among the graphs of {component}", "none")

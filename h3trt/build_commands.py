@@ -1,0 +1,229 @@
+"""Commands of a build host: make and look at checkpoints, export graphs, build engines, render the repository."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from h3trt import console, paths
+from h3trt.console import Moment
+from h3trt.exits import CommandError, Exit
+
+# What the commands call is imported inside them: `h3trt --help` answers at once, and a serving host has no exporter.
+
+
+class Layout(StrEnum):
+    """The file trees in which the checkpoint is published."""
+
+    NATIVE = "native"
+    DIFFUSERS = "diffusers"
+
+
+class Partition(StrEnum):
+    """The two transformers of the release."""
+
+    FL2VA = "fl2va"
+    REF2VA = "ref2va"
+
+
+class Compute(StrEnum):
+    """Element types that graphs compute in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+ProfileOption = Annotated[str, typer.Option(help="Hardware profile: the name of a shipped one, or a .toml file.")]
+CheckpointOption = Annotated[Path, typer.Option(help="Checkpoint directory, in the native or the diffusers layout.")]
+StoreOption = Annotated[Path | None, typer.Option(help="Engine store; by default build/engines/PROFILE.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the program."""
+    checkpoint = typer.Typer(help="Make checkpoints for trials.", no_args_is_help=True)
+    checkpoint.command("tiny")(tiny)
+    app.add_typer(checkpoint, name="checkpoint")
+    for command in (export, engines, repo, verify, inspect):
+        app.command()(command)
+
+
+def tiny(
+    directory: Annotated[Path, typer.Argument(help="A new or empty directory.")],
+    layout: Annotated[Layout, typer.Option(help="File tree to write.")] = Layout.NATIVE,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    released_dims: Annotated[
+        bool, typer.Option("--released-dims", help="The release's sizes; needs --sparse.")
+    ] = False,
+    sparse: Annotated[bool, typer.Option("--sparse", help="Files without data, which read as zeros.")] = False,
+) -> None:
+    """Write a miniature checkpoint: the release's files, names and classes with small dimensions.
+
+    With --released-dims --sparse the release's own dimensions, in files that take no room on the disk: enough to try
+    the whole export without 270 GB.
+    """
+    from export.miniature import write_miniature, write_sparse_released
+
+    if released_dims != sparse:
+        raise CommandError("--released-dims and --sparse go together: the release's data would take 270 GB")
+    try:
+        if sparse:
+            write_sparse_released(directory, layout.value)
+        else:
+            write_miniature(directory, layout.value, seed)
+    except FileExistsError as error:
+        raise CommandError(str(error)) from None
+    console.line(f"{directory}: {_size(_bytes_on_disk(directory))} on disk, {layout} layout")
+
+
+def export(
+    checkpoint: CheckpointOption = paths.CHECKPOINT,
+    out: Annotated[Path, typer.Option(help="Directory for the ONNX files.")] = Path("build/onnx"),
+    partition: Annotated[Partition, typer.Option(help="The transformer to export.")] = Partition.FL2VA,
+    compute: Annotated[Compute, typer.Option(help="Element type of the computation.")] = Compute.FLOAT32,
+) -> None:
+    """Write every graph as ONNX, its weights as inputs, after comparing it with torch on the checkpoint's bytes."""
+    import torch
+
+    from export.checkpoint import Checkpoint
+    from export.compare import compare
+    from export.emit import emit
+    from export.graphs.t2va import check_consumption, t2va_graphs
+
+    opened = Checkpoint.open(checkpoint)
+    graphs = t2va_graphs(opened, partition.value, getattr(torch, compute.value))
+    check_consumption(opened, graphs)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with console.steps() as progress:
+        for index, graph in enumerate(graphs, start=1):
+            progress(console.Moment(index, len(graphs), graph.name, "started"))
+            emitted = emit(graph)
+            worst = compare(emitted).worst
+            (out / f"{graph.name}.onnx").write_bytes(emitted.model.SerializeToString())
+            operations = str(sum(emitted.census.values()))
+            rows.append((graph.name, str(len(graph.weights)), operations, f"{worst:.1e}", f"{graph.tolerance:.1e}"))
+            progress(console.Moment(index, len(graphs), graph.name, "written"))
+    console.table(f"graphs in {out}", ("graph", "instances", "operations", "difference", "tolerance"), rows)
+
+
+def engines(
+    profile: ProfileOption = "cpu",
+    checkpoint: CheckpointOption = paths.CHECKPOINT,
+    store: StoreOption = None,
+    step: Annotated[str | None, typer.Option(help="Do this one step again, as a build's log suggests.")] = None,
+) -> None:
+    """Build the engines of a checkpoint for a hardware profile. What has not changed is left as it is."""
+    from engines.build import BuildError, build
+
+    directory = store or paths.engine_store(profile)
+    try:
+        with console.steps() as progress:
+            report = build(checkpoint, profile, directory, progress, step)
+    except BuildError as error:
+        raise CommandError(str(error)) from error
+    counts = Counter(step.status for step in report.steps)
+    if not report.built:
+        console.line(f"{report.store}: nothing to do, all {len(report.steps)} steps are up to date")
+        return
+    console.line(f"{report.store}: {counts['built']} steps done, {counts['reused']} up to date")
+
+
+def repo(
+    profile: ProfileOption = "cpu",
+    store: StoreOption = None,
+    out: Annotated[Path | None, typer.Option(help="Directory; by default build/triton/PROFILE/repository.")] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for a model; more are refused.")] = 8,
+) -> None:
+    """Render the Triton model repository of an engine store, for `h3trt serve` or a tritonserver of your own."""
+    from triton_repo.repository import RepositorySettings, render
+
+    directory = out or paths.triton(profile) / "repository"
+    models = render(store or paths.engine_store(profile), directory, RepositorySettings(queue))
+    console.line(f"{directory}: {', '.join(model.name for model in models)}")
+
+
+def verify(
+    profile: ProfileOption = "cpu",
+    store: StoreOption = None,
+    forwards: Annotated[int, typer.Option(min=1, max=200, help="Denoiser evaluations of the compared clip.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the compared clip.")] = 42,
+    out: Annotated[Path, typer.Option(help="The JSON report to write.")] = paths.OUTPUT / "verify.json",
+) -> None:
+    """Compare the engines with torch and the whole pipeline with diffusers, on the engines' own checkpoint.
+
+    Takes a clip of 5 s at 256x256, the smallest that diffusers generates. Ends with exit code 6 if a number is over
+    its limit.
+    """
+    from h3trt.verify import verify as run
+
+    with console.steps() as progress:
+        numbers = itertools.count(1)
+        report = run(
+            store or paths.engine_store(profile),
+            forwards,
+            seed,
+            lambda check: progress(Moment(next(numbers), None, check.title, "ok" if check.passed else "over")),
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(report.to_json())
+    rows = [(c.group, c.name, f"{c.measured:.3g}", c.rule, "ok" if c.passed else "OVER") for c in report.checks]
+    console.table("verification", ("", "quantity", "measured", "limit", ""), rows)
+    console.line(f"{out}: {len(report.failed)} of {len(report.checks)} checks over their limit")
+    if report.failed:
+        names = ", ".join(check.title for check in report.failed)
+        raise CommandError(f"over the limit: {names}", Exit.VERIFICATION)
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, an engine store, or an MP4 file.")],
+) -> None:
+    """Say what a checkpoint, an engine store or an MP4 file holds."""
+    if path.is_file():
+        _inspect_clip(path)
+    elif (path / "manifest.json").is_file():
+        _inspect_store(path)
+    elif path.is_dir():
+        _inspect_checkpoint(path)
+    else:
+        raise CommandError(f"{path}: no such file or directory")
+
+
+def _inspect_clip(path: Path) -> None:
+    from runtime.probe import inspect_mp4
+
+    console.line(inspect_mp4(path).to_json())
+
+
+def _inspect_store(path: Path) -> None:
+    from engines.store import EngineStore
+
+    manifest = EngineStore.open(path).manifest
+    console.line(f"profile {manifest.profile.name}: {manifest.profile.backend}, {manifest.profile.compute}")
+    console.line(f"checkpoint {manifest.checkpoint.root} ({manifest.checkpoint.layout})")
+    rows = [
+        (name, str(engine.instances), str(len(engine.weights)), f"{engine.difference:.1e}", f"{engine.tolerance:.1e}")
+        for name, engine in manifest.graphs.items()
+    ]
+    console.table("engines", ("graph", "instances", "weights", "difference", "tolerance"), rows)
+
+
+def _inspect_checkpoint(path: Path) -> None:
+    from export.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(path)
+    console.line(f"{checkpoint.layout} layout, partitions {', '.join(checkpoint.partitions)}")
+    console.line(f"fingerprint {checkpoint.fingerprint}")
+    console.line(checkpoint.dimensions.model_dump_json(indent=2))
+
+
+def _bytes_on_disk(directory: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

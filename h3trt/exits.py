@@ -1,0 +1,71 @@
+"""Exit codes of every command, and which error ends in which."""
+
+from __future__ import annotations
+
+import sys
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """What a command's exit code says; scripts may rely on these numbers."""
+
+    OK = 0
+    FAULT = 1
+    USAGE = 2
+    CHECKPOINT = 3
+    ENGINES = 4
+    SERVER = 5
+    VERIFICATION = 6
+    CANCELLED = 130
+
+
+MEANINGS = {
+    Exit.OK: "done",
+    Exit.FAULT: "a fault of this program; please report the traceback",
+    Exit.USAGE: "wrong usage, or a request or profile that is refused",
+    Exit.CHECKPOINT: "the checkpoint is incomplete or not what it must be",
+    Exit.ENGINES: "engines or their store are missing, stale or damaged, or building them failed",
+    Exit.SERVER: "the server or this machine's set-up does not work, or the server is not reachable",
+    Exit.VERIFICATION: "a result differs from the reference, or a finished clip is not what was promised",
+    Exit.CANCELLED: "cancelled by Ctrl-C, SIGTERM or the server",
+}
+
+# Named by module, so that asking for an error's code imports nothing: its module is loaded if it was raised.
+_CODES = {
+    ("runtime.refusal", "RequestError"): Exit.USAGE,
+    ("engines.profile", "ProfileError"): Exit.USAGE,
+    ("export.checkpoint.errors", "CheckpointError"): Exit.CHECKPOINT,
+    ("engines.store", "StoreError"): Exit.ENGINES,
+    ("engines.steps", "StepFailed"): Exit.ENGINES,
+    ("runtime.text", "TokenizerError"): Exit.ENGINES,
+    ("triton_repo.errors", "ServerError"): Exit.SERVER,
+    ("runtime.probe", "ProbeError"): Exit.VERIFICATION,
+    ("runtime.events", "Cancelled"): Exit.CANCELLED,
+}
+
+
+class CommandError(Exception):
+    """A command cannot go on for a reason that its user can mend; `code` is the exit code."""
+
+    def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def exit_code(error: BaseException) -> Exit | None:
+    """The exit code of an error that has one; None for a fault, whose traceback should be seen."""
+    if isinstance(error, CommandError):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return Exit.CANCELLED
+    client = sys.modules.get("triton_repo.client")
+    if client is not None and isinstance(error, client.ClientError):
+        return _client_exit(error.failure.value)
+    for (module, name), code in _CODES.items():
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
+            return code
+    return None
+
+
+def _client_exit(failure: str) -> Exit:
+    return {"INVALID_ARGUMENT": Exit.USAGE, "CANCELLED": Exit.CANCELLED}.get(failure, Exit.SERVER)

@@ -1,0 +1,222 @@
+"""Commands of a serving host: serve, ask for clips, check the machine; and the demonstration of everything."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from h3trt import console, paths
+from h3trt.build_commands import ProfileOption, StoreOption
+from h3trt.console import Moment
+from h3trt.exits import CommandError, Exit
+
+if TYPE_CHECKING:
+    from triton_repo.client import Generated
+    from triton_repo.server import TritonServer
+
+# The demonstration's clip: 107 frames at the smallest canvas.
+DEMO_PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
+DEMO_PARAMS = {"aspect_ratio": "1:1", "width": 256, "height": 256, "duration": 4, "num_inference_steps": 4, "seed": 1}
+
+UrlOption = Annotated[str, typer.Option(help="The server's gRPC endpoint, host:port.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0 takes a free one.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the program."""
+    for command in (serve, generate, demo, doctor):
+        app.command()(command)
+
+
+def serve(
+    profile: ProfileOption = "cpu",
+    store: StoreOption = None,
+    grpc_port: PortOption = 8001,
+    http_port: PortOption = 8000,
+    metrics_port: PortOption = 8002,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for a model; more are refused.")] = 8,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
+) -> None:
+    """Serve an engine store with Triton on loopback until Ctrl-C or SIGTERM.
+
+    Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once.
+    """
+    ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
+    with _server(profile, store or paths.engine_store(profile), queue, ports) as server:
+        console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
+        console.line(f"HTTP    http://{server.endpoints.http}")
+        console.line(f"metrics http://{server.endpoints.metrics}/metrics")
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            console.heading("stopping: new requests are refused, running ones may finish (Ctrl-C ends them at once)")
+            if not server.drain(drain_timeout):
+                raise CommandError(f"requests were cut off after {drain_timeout:g} s", Exit.SERVER) from None
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to show and to sound, taken verbatim.")],
+    seconds: Annotated[float | None, typer.Option(help="Duration, 4 to 15 s.")] = None,
+    aspect_ratio: Annotated[str | None, typer.Option(help="21:9, 16:9, 4:3, 1:1, 3:4 or 9:16.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32; give both sides or neither.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same clip.")] = None,
+    forwards: Annotated[int | None, typer.Option(help="Evaluations of the denoiser, 49 unless given.")] = None,
+    params: Annotated[str, typer.Option(help="Further fields of the request, as a JSON object.")] = "{}",
+    out: Annotated[Path, typer.Option(help="The MP4 file to write.")] = paths.OUTPUT / "clip.mp4",
+    url: UrlOption = "127.0.0.1:8001",
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which to give up.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Run the engines in this process, without a server.")] = False,
+    profile: ProfileOption = "cpu",
+    store: StoreOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved request; generate nothing.")] = False,
+) -> None:
+    """Turn a prompt into an MP4 with sound. Ctrl-C cancels it, on the server too."""
+    given = {
+        "duration": seconds,
+        "aspect_ratio": aspect_ratio,
+        "width": width,
+        "height": height,
+        "seed": seed,
+        "num_inference_steps": forwards,
+    }
+    request = _object(params) | {name: value for name, value in given.items() if value is not None}
+    source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout)
+    if dry_run:
+        console.line(json.dumps(source.resolve(prompt, request), indent=2, ensure_ascii=False))
+        return
+    started = time.monotonic()
+    with console.stages() as progress:
+        clip = source.generate(prompt, request, progress)
+    _save(clip, out, time.monotonic() - started)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="The MP4 file to write.")] = paths.OUTPUT / "demo.mp4",
+    work: Annotated[Path, typer.Option(help="Directory for the checkpoint and the engines.")] = Path("build/demo"),
+) -> None:
+    """Go the whole way on this machine: miniature checkpoint, engines, Triton server, one request, checked MP4."""
+    from engines.build import build
+    from export.miniature import write_miniature
+
+    checkpoint, store = work / "checkpoint", work / "engines"
+    console.heading("1. miniature checkpoint")
+    if not checkpoint.exists():
+        write_miniature(checkpoint, "native", 0)
+    console.heading("2. engines for profile cpu")
+    with console.steps() as steps:
+        build(checkpoint, "cpu", store, steps)
+    console.heading("3. Triton server")
+    with _server("cpu", store, 8, {}) as server:
+        console.heading("4. one gRPC request")
+        started = time.monotonic()
+        with console.stages() as progress:
+            clip = _Remote(server.endpoints.grpc, None).generate(DEMO_PROMPT, DEMO_PARAMS, progress)
+        _save(clip, out, time.monotonic() - started)
+    console.heading("5. check")
+    _check(clip, out)
+
+
+def doctor(profile: ProfileOption = "cpu", store: StoreOption = None) -> None:
+    """Check this machine for building and serving; for all that is missing, print the command that mends it."""
+    from h3trt.doctor import examine
+
+    checks = examine(store or paths.engine_store(profile))
+    console.table("", ("", "what", "found"), [("ok" if c.good else "!!", c.name, c.found) for c in checks])
+    bad = [check for check in checks if not check.good]
+    for check in bad:
+        console.error(f"{check.name}: {check.remedy or check.found}")
+    if bad:
+        raise typer.Exit(Exit.SERVER)
+
+
+class _Remote:
+    """Clips from a server."""
+
+    def __init__(self, url: str, timeout: float | None) -> None:
+        self._url, self._timeout = url, timeout
+
+    def resolve(self, prompt: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        from triton_repo.client import Client
+
+        with Client(self._url) as client:
+            return client.resolve(prompt, params, self._timeout)
+
+    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages) -> Generated:
+        from triton_repo.client import Client
+
+        with Client(self._url) as client:
+            return client.generate(prompt, params, progress, self._timeout)
+
+
+class _Local:
+    """Clips made in this process."""
+
+    def __init__(self, store: Path) -> None:
+        from runtime.pipeline import Pipeline
+
+        self._pipeline = Pipeline.open(store)
+
+    def resolve(self, prompt: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._pipeline.resolve(prompt, params).model_dump(mode="json")
+
+    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages) -> Generated:
+        from runtime.events import Cancellation
+        from triton_repo.client import Generated
+
+        resolved = self._pipeline.resolve(prompt, params)
+        mp4 = self._pipeline.generate(resolved, lambda event: progress(json.loads(event.to_json())), Cancellation())
+        return Generated(mp4, resolved.model_dump(mode="json"))
+
+
+@contextmanager
+def _server(profile: str, store: Path, queue: int, ports: Mapping[str, int]) -> Iterator[TritonServer]:
+    """A ready server of the store, with its repository rendered anew. Raises StoreError and ServerError."""
+    from triton_repo.names import PUBLIC_MODELS
+    from triton_repo.repository import RepositorySettings, render
+    from triton_repo.server import ServerSettings, TritonServer
+
+    folder = paths.triton(profile)
+    models = render(store, folder / "repository", RepositorySettings(queue))
+    settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
+    started = time.monotonic()
+    with ExitStack() as running:
+        with console.steps() as progress:
+            numbers = itertools.count(1)
+            server = running.enter_context(
+                TritonServer(settings, lambda name: progress(Moment(next(numbers), len(models), name, "ready")))
+            )
+        console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
+        yield server
+
+
+def _object(text: str) -> dict[str, Any]:
+    from runtime.request import parse_params
+
+    return parse_params(text)
+
+
+def _save(clip: Generated, out: Path, seconds: float) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(clip.mp4)
+    for note in clip.resolved["notes"]:
+        console.heading(f"note: {note}")
+    shape = "{width}x{height}, {frames} frames, {forwards} forwards, seed {seed}".format(**clip.resolved)
+    console.line(f"{out}: {shape}, {len(clip.mp4) / 1e6:.2f} MB, made in {seconds:.1f} s")
+
+
+def _check(clip: Generated, out: Path) -> None:
+    from runtime.probe import inspect_mp4
+
+    resolved = clip.resolved
+    problems = inspect_mp4(clip.mp4).problems(resolved["width"], resolved["height"], resolved["frames"])
+    if problems:
+        raise CommandError(f"{out}: " + "; ".join(problems), Exit.VERIFICATION)
+    console.line(f"{out}: every frame and sample decodes, and all is as requested")

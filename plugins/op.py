@@ -1,0 +1,128 @@
+"""What an operation of domain `h3` is: one entry that torch, ONNX, ONNX Runtime and TensorRT all read."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import onnx
+
+DOMAIN = "h3"
+"""ONNX domain and torch namespace of every entry."""
+
+DOMAIN_VERSION = 1
+
+ONNX_OPSET = 23
+"""Version of the standard operators that function bodies and graphs are written in (first with Attention)."""
+
+
+@dataclass(frozen=True)
+class Fast:
+    """An implementation for one kind of device: `function` has the reference's signature.
+
+    `minimum` is the lowest compute capability (major, minor) that it runs on; (0, 0) where the device has none.
+    """
+
+    device: str
+    function: Callable[..., torch.Tensor]
+    minimum: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. The annotated `reference` is the schema: tensors are inputs, numbers are attributes, in order.
+
+    `reference` is plain torch and keeps float64 when given float64, so that it can be checked against a formula.
+    `fake` gives the result's shape and dtype without data. `body` says the same in standard operators, as the
+    text of an ONNX function's statements; inputs and @attributes have the reference's names, the output is `result`.
+    `tensorrt` makes the IPluginCreator; without one TensorRT takes the op by its name or inlines the function.
+    """
+
+    name: str
+    reference: Callable[..., torch.Tensor]
+    fake: Callable[..., torch.Tensor]
+    body: str
+    fast: tuple[Fast, ...] = ()
+    tensorrt: Callable[[], object] | None = None
+
+    @cached_property
+    def schema(self) -> str:
+        """Torch schema of the arguments and the result, such as `(Tensor x, float eps) -> Tensor`."""
+        return torch.library.infer_schema(self.reference, mutates_args=())
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the tensor arguments."""
+        return tuple(n for n, kind in self._parameters.items() if kind is torch.Tensor)
+
+    @cached_property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the number arguments, which are ONNX attributes."""
+        return tuple(n for n, kind in self._parameters.items() if kind is not torch.Tensor)
+
+    @cached_property
+    def torch_op(self) -> torch.library.CustomOpDef:
+        """The torch.library operator; registered when first used."""
+        op = torch.library.custom_op(f"{DOMAIN}::{self.name}", self._run, mutates_args=(), schema=self.schema)
+        op.register_fake(self.fake)
+        return op
+
+    @cached_property
+    def overload(self) -> torch._ops.OpOverload:
+        """The operator as it appears in traced graphs."""
+        assert self.torch_op  # registers it
+        return getattr(getattr(torch.ops, DOMAIN), self.name).default
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        """Calls the torch operator: the best implementation for the tensors' device, one node when traced."""
+        return self.torch_op(*args)
+
+    def implementation(self, device: str, capability: tuple[int, int] = (0, 0)) -> Callable[..., torch.Tensor]:
+        """The first fast implementation that fits the device, else the reference."""
+        fits = (f.function for f in self.fast if f.device == device and f.minimum <= capability)
+        return next(fits, self.reference)
+
+    def function(self) -> onnx.FunctionProto:
+        """The ONNX function that says the operation in standard operators."""
+        from onnx import parser
+
+        attributes = f"<{', '.join(self.attributes)}>" if self.attributes else ""
+        return parser.parse_function(
+            f'<opset_import: ["" : {ONNX_OPSET}], domain: "{DOMAIN}"> '
+            f"{self.name} {attributes} ({', '.join(self.inputs)}) => (result) {{ {self.body} }}"
+        )
+
+    def onnx_schema(self) -> onnx.defs.OpSchema:
+        """The ONNX operator schema; inputs are untyped, the function body says what they may be."""
+        from onnx.defs import OpSchema
+
+        kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
+        attributes = [OpSchema.Attribute(n, kinds[self._parameters[n]], required=True) for n in self.attributes]
+        parameters = [OpSchema.FormalParameter(n, f"T_{n}") for n in self.inputs]
+        types = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)", "tensor(int64)"]
+        return OpSchema(
+            self.name,
+            DOMAIN,
+            DOMAIN_VERSION,
+            inputs=parameters,
+            outputs=[OpSchema.FormalParameter("result", f"T_{self.inputs[0]}")],
+            type_constraints=[(f"T_{n}", types, "") for n in self.inputs],
+            attributes=attributes,
+        )
+
+    @cached_property
+    def _parameters(self) -> dict[str, type]:
+        hints = typing.get_type_hints(self.reference)
+        return {name: hints[name] for name in inspect.signature(self.reference).parameters}
+
+    def _run(self, *args: Any) -> torch.Tensor:
+        device = args[0].device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        return self.implementation(device.type, capability)(*args)

@@ -1,0 +1,24 @@
+"""The operations of domain `h3`. A new one is a file in `plugins/ops` and a line here."""
+
+from __future__ import annotations
+
+from plugins.op import Op
+from plugins.ops import alias_free_snake, attention, modulated_rms_norm
+
+REGISTRY: tuple[Op, ...] = (
+    alias_free_snake.OP,
+    attention.OP,
+    modulated_rms_norm.OP,
+)
+
+
+def find(name: str) -> Op:
+    """The entry of that ONNX operator name.
+
+    Raises:
+        KeyError: no entry has it.
+    """
+    found = next((op for op in REGISTRY if op.name == name), None)
+    if found is None:
+        raise KeyError(f"h3::{name} is not in plugins.registry; known: {', '.join(op.name for op in REGISTRY)}")
+    return found

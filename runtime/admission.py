@@ -1,0 +1,223 @@
+"""Whether a request fits the memory of this machine, before any of it is computed, and what would fit instead.
+
+The model is for the CPU back end: float32 activations; bfloat16 weights mapped from files (not counted: the system can
+drop their pages) and widened to float32 one instance at a time; attention of the denoiser streaming over rows, so that
+memory is linear in rows; each stage's working memory given back before the next one starts. The counts below are of
+arrays alive at the same time, an upper bound read off the graphs; `MARGIN` covers what the allocator rounds up.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from engines import machine
+from engines.store import Manifest
+from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, TIMESTEP_SLOTS, Dimensions
+from runtime.contract import SECONDS_MAXIMUM, SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_MULTIPLE, SIDE_RATIO_MAXIMUM
+from runtime.refusal import RequestError
+from runtime.request import Resolved
+from runtime.shape import Shape, legal_frames
+
+FLOAT = 4
+"""Bytes of an activation."""
+
+PROCESS = 512 << 20
+"""A process with torch, ONNX Runtime and PyAV loaded and all sessions of a store open."""
+
+MARGIN = 1.25
+
+ROW_HIDDEN = 5
+"""Arrays [S, hidden] of a block alive at once: input, normed, modulation gathered by row, product, output."""
+
+ROW_ATTENTION = 9
+"""Arrays [S, heads x head_dim]: query, key, value; the same normed and rotated; the same as the kernel wants them."""
+
+ROW_FEED_FORWARD = 5
+"""Arrays [S, ffn]: both halves as one product, each half apart, activated, multiplied."""
+
+TEXT_HIDDEN, TEXT_ATTENTION, TEXT_FEED_FORWARD = 5, 9, 5
+"""The same counts for a text encoder layer, whose attention also keeps TEXT_SCORES arrays [heads, L, L]."""
+
+TEXT_SCORES = 3
+
+TILE_FEATURES = 4
+"""Arrays [tokens, widest layer] of a video decoder tile; TILE_FRAMES copies of the frames that it returns."""
+
+TILE_FRAMES = 4
+
+PIXEL_BYTES = 500
+"""A pixel of the canvas: 22 float32 RGB frames being stitched, the 5 faded into them twice, 17 as uint8 twice."""
+
+ENCODER_PIXEL_BYTES = 160
+"""A pixel in x264: about 40 frames of look-ahead and reference, 4 bytes each (4:2:0, half-size copy, filtered luma)."""
+
+PACKET_PIXEL_BYTES = 0.75
+"""A pixel of every frame in the finished MP4: a quarter of a byte, held as packets, as a file and as its copy."""
+
+AUDIO_SAMPLE_FLOATS = 8 * 8
+"""Floats a sample in the audio decoder: 8 channels at full rate, 8 arrays of them (twice the rate inside a filter)."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a request needs at the height of each stage, and `held` through all of them."""
+
+    held: int
+    encode: int
+    denoise: int
+    decode: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the height of the request."""
+        return self.held + max(self.encode, self.denoise, self.decode)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the memory of a request depends on."""
+
+    shape: Shape
+    text_rows: int
+    forwards: int
+
+    def resized(self, width: int, height: int, frames: int, dimensions: Dimensions) -> Load:
+        """The same request at another canvas or length."""
+        return dataclasses.replace(self, shape=Shape.of(width, height, frames, dimensions))
+
+    @property
+    def rows(self) -> int:
+        """Packed rows S of the denoiser."""
+        return self.text_rows + self.shape.video_rows + self.shape.audio_rows
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What requests cost at one checkpoint's sizes, and what this server lets one cost.
+
+    budget: bytes. rows_maximum: packed rows that the engines were built for. tile_features: the widest layer of the
+    video decoder.
+    """
+
+    dimensions: Dimensions
+    budget: int
+    rows_maximum: int
+    tile_features: int
+
+    @staticmethod
+    def of(manifest: Manifest) -> MemoryModel:
+        """The model of a store's engines under its profile's memory budget on this machine."""
+        decoder = manifest.graphs["video_decoder_tile"].weights
+        return MemoryModel(
+            manifest.dimensions,
+            manifest.profile.memory_budget(machine.memory_bytes()),
+            rows_maximum=manifest.graphs["block"].axes["rows"].maximum,
+            tile_features=max(int(weight.shape[0]) for weight in decoder if len(weight.shape) > 1),
+        )
+
+    def estimate(self, load: Load) -> Estimate:
+        """Peak bytes of a request, stage by stage."""
+        stages = (self._encode(load), self._denoise(load), self._decode(load))
+        return Estimate(PROCESS + self._held(load), *(math.ceil(MARGIN * stage) for stage in stages))
+
+    def admit(self, resolved: Resolved, text_rows: int) -> Estimate:
+        """The request's estimate. Raises RequestError, naming what would fit, when it is too large for this server."""
+        shape = Shape.of(resolved.width, resolved.height, resolved.frames, self.dimensions)
+        load = Load(shape, text_rows, resolved.forwards)
+        if not self._fits(load):
+            raise self._refusal(load)
+        return self.estimate(load)
+
+    def largest_canvas(self, load: Load) -> Load | None:
+        """The request at the largest canvas of its aspect ratio that fits at its length, or None."""
+        shape = load.shape
+        canvases = sorted(canvases_like(shape.width, shape.height), key=math.prod, reverse=True)
+        resized = (load.resized(*canvas, shape.frames, self.dimensions) for canvas in canvases)
+        return next(filter(self._fits, resized), None)
+
+    def longest(self, load: Load) -> Load | None:
+        """The request at the largest number of frames that fits at its canvas, or None."""
+        width, height = load.shape.width, load.shape.height
+        lengths = reversed(legal_frames(self.dimensions.video_vae))
+        resized = (load.resized(width, height, frames, self.dimensions) for frames in lengths)
+        return next(filter(self._fits, resized), None)
+
+    def _fits(self, load: Load) -> bool:
+        return load.rows <= self.rows_maximum and self.estimate(load).peak <= self.budget
+
+    def _refusal(self, load: Load) -> RequestError:
+        estimate = self.estimate(load)
+        server = f"this server has {_gibibytes(self.budget)} for a request"
+        if self._encoding(load, 1) <= self.budget < self._encoding(load, load.text_rows):
+            rule = f"encoding needs about {_gibibytes(self._encoding(load, load.text_rows))}; {server}"
+            most = bisect.bisect_right(range(load.text_rows), self.budget, key=partial(self._encoding, load)) - 1
+            return RequestError("prompt", f"{load.text_rows} tokens", rule, f"{most} tokens")
+        rule = f"needs about {_gibibytes(estimate.peak)} of memory; {server}"
+        if load.rows > self.rows_maximum:
+            rule = f"has {load.rows} rows; the engines were built for at most {self.rows_maximum}"
+        options = tuple(_describe(option) for option in (self.largest_canvas(load), self.longest(load)) if option)
+        return RequestError(
+            "size", _describe(load), rule if options else f"{rule}, which no canvas fits", options or None
+        )
+
+    def _encoding(self, load: Load, text_rows: int) -> int:
+        """Peak bytes up to the end of the encoding, for a prompt of that many tokens."""
+        estimate = self.estimate(dataclasses.replace(load, text_rows=text_rows))
+        return estimate.held + estimate.encode
+
+    def _held(self, load: Load) -> int:
+        """The AdaLN tables of the schedule, and the text and latents that pass between stages."""
+        denoiser = self.dimensions.denoiser
+        table = TIMESTEP_SLOTS * (denoiser.layers * denoiser.adaln_features + 2 * denoiser.hidden)
+        latents = load.shape.video_rows * denoiser.video_row + load.shape.audio_rows * denoiser.audio_channels
+        return FLOAT * (load.forwards * table + load.text_rows * denoiser.text_dim + latents)
+
+    def _encode(self, load: Load) -> int:
+        text, rows = self.dimensions.text_encoder, load.text_rows
+        inner = text.heads * text.head_dim
+        row = TEXT_HIDDEN * text.hidden + max(TEXT_ATTENTION * inner, TEXT_FEED_FORWARD * text.intermediate)
+        projections = 2 * text.hidden * (text.heads + text.kv_heads) * text.head_dim
+        weights = projections + 3 * text.hidden * text.intermediate
+        return FLOAT * (rows * row + TEXT_SCORES * text.heads * rows * rows + weights)
+
+    def _denoise(self, load: Load) -> int:
+        size = self.dimensions.denoiser
+        row = ROW_HIDDEN * size.hidden + max(ROW_ATTENTION * size.inner, ROW_FEED_FORWARD * size.ffn)
+        # State, velocity and their rows' copies around a step.
+        latents = 4 * (size.video_row + size.audio_channels)
+        block = 4 * size.hidden * size.inner + 3 * size.hidden * size.ffn
+        return FLOAT * (load.rows * (row + latents) + max(block, size.time_dim * size.adaln_features))
+
+    def _decode(self, load: Load) -> int:
+        video, shape = self.dimensions.video_vae, load.shape
+        tokens = video.chunk_latents * video.tile_latents**2
+        tile = tokens * TILE_FEATURES * self.tile_features + TILE_FRAMES * 3 * video.chunk_frames * video.tile**2
+        samples = AUDIO_CHANNELS * self.dimensions.audio_vae.hop * shape.audio_latents
+        pixel = PIXEL_BYTES + ENCODER_PIXEL_BYTES + PACKET_PIXEL_BYTES * shape.frames
+        pixels = math.ceil(pixel * shape.width * shape.height)
+        # The soundtrack is decoded before the picture, and its memory is given back.
+        return max(FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples)
+
+
+def canvases_like(width: int, height: int) -> Iterator[tuple[int, int]]:
+    """Legal canvases of about the aspect ratio of the given one: each short side, and the nearest long side to it."""
+    ratio = max(width, height) / min(width, height)
+    for short in range(SIDE_MINIMUM, SIDE_MAXIMUM + 1, SIDE_MULTIPLE):
+        long = min(round(short * ratio / SIDE_MULTIPLE) * SIDE_MULTIPLE, SIDE_RATIO_MAXIMUM * short)
+        if long <= SIDE_MAXIMUM:
+            yield (long, short) if width >= height else (short, long)
+
+
+def _describe(load: Load) -> str:
+    """As a user asks for it; the seconds are rounded down, so that asking for them gives these frames again."""
+    seconds = min(float(SECONDS_MAXIMUM), math.floor(load.shape.frames / FRAMES_PER_SECOND * 1000) / 1000)
+    return f"{load.shape.width}x{load.shape.height} for {seconds:g} s"
+
+
+def _gibibytes(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"

@@ -1,0 +1,364 @@
+"""The request contract as one table: validation, error texts, docs/requests.md and tests all read it.
+
+A field is `offered`, `accepted` (checked, and without effect on this model) or `not offered` (refused, except for the
+values that leave the feature off). Nothing is ignored in silence: what has no effect is said in the resolved notes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from plugins.dimensions import FRAMES_PER_SECOND
+from runtime.kinds import (
+    Anything,
+    AspectRatio,
+    Boolean,
+    Choice,
+    Integer,
+    Kind,
+    Number,
+    Sides,
+    Text,
+    WholeSeconds,
+)
+from runtime.refusal import RequestError
+
+SECONDS_MINIMUM, SECONDS_MAXIMUM = 4, 15
+DEFAULT_FRAMES = 209
+SIDE_MINIMUM, SIDE_MAXIMUM, SIDE_MULTIPLE = 256, 4096, 32
+"""Pixels: the tile of the video VAE, the widest H.264 that hardware decoders take, and VAE cell x patch."""
+SHORT_EDGE = 768
+CANVAS_AREA = 768 * 1344
+ASPECT_RATIOS = ("21:9", "16:9", "4:3", "1:1", "3:4", "9:16")
+SIDE_RATIO_MAXIMUM = 4
+PROMPT_CHARACTERS = 7_000
+DEFAULT_FORWARDS = 49
+EVALUATIONS = Integer(1, 200, "evaluations")
+SIGMA_POINTS = Integer(2, 201, "sigma points")
+PARAMETERS_BYTES = 64 * 1024
+PARAMETERS_DEPTH = 8
+PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
+TASKS = ("t2va", "fl2va", "ref2va")
+
+EXTRA = "extra_params"
+"""An object whose keys are read as if they stood beside it, and win over keys of the same name there."""
+GROUPS = ("target", "video_params", "media")
+"""Objects whose keys are fields under a dotted name."""
+
+
+class Status(StrEnum):
+    """What giving a field does."""
+
+    OFFERED = "offered"
+    ACCEPTED = "accepted, no effect"
+    NOT_OFFERED = "not offered"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of the request."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    default: object = None
+    default_text: str = ""
+    """For a default that is computed."""
+    paths: tuple[str, ...] = ()
+    """Where the field may be written, the strongest first; empty: only under its name."""
+    tasks: tuple[str, ...] = TASKS
+    """The tasks whose requests the field has a meaning in."""
+    status: Status = Status.OFFERED
+    only: tuple[object, ...] | None = None
+    """The values of the kind that are offered; None: all. The others are refused as 'not offered'."""
+    lacks: str = ""
+    """What the values outside `only` would ask for; empty: what `meaning` says."""
+
+    def check(self, spelling: str, value: object) -> object:
+        """The canonical value. `spelling` is the name that the user wrote, and the one that errors carry."""
+        checked = self.kind.check(spelling, value)
+        if self.only is None or any(type(one) is type(checked) and one == checked for one in self.only):
+            return checked
+        raise RequestError(spelling, value, f"not offered ({self.lacks or self.meaning})", self.only or None)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every path under which the field is read, the strongest first."""
+        return self.paths or (self.name,)
+
+
+def _feature(
+    name: str,
+    meaning: str,
+    *off: object,
+    kind: Kind | None = None,
+    paths: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = TASKS,
+) -> Field:
+    """A field of a feature that is not offered; `off` are the values that leave the feature off."""
+    return Field(name, kind or Anything(), meaning, paths=paths, tasks=tasks, status=Status.NOT_OFFERED, only=off)
+
+
+def _no_effect(name: str, kind: Kind, meaning: str) -> Field:
+    return Field(name, kind, meaning, status=Status.ACCEPTED)
+
+
+_SIDE = Integer(SIDE_MINIMUM, SIDE_MAXIMUM, "px")
+_DISTILLED = "the model is guidance-distilled and runs one forward a step"
+
+PROMPT = Field(
+    "prompt",
+    Text(1, PROMPT_CHARACTERS),
+    "the text, passed to the text encoder verbatim: no template, no strip, no special tokens. "
+    "Its own input, never a key of the parameters",
+    default_text="required",
+)
+
+_SHAPE = (
+    Field(
+        "task",
+        Choice(TASKS, any_case=True),
+        "t2va: video and sound from text",
+        "t2va",
+        only=("t2va",),
+        lacks="images, videos or sounds as conditions",
+    ),
+    Field(
+        "duration",
+        Number(SECONDS_MINIMUM, SECONDS_MAXIMUM, "seconds"),
+        "checked as given, then round(24 x duration) frames (half to even), raised to the next 17n + 5",
+        default_text=f"{DEFAULT_FRAMES} frames (8.708 s)",
+        paths=("target.duration_seconds", "duration_seconds", "duration"),
+    ),
+    Field(
+        "seconds",
+        WholeSeconds(SECONDS_MINIMUM, SECONDS_MAXIMUM),
+        "read when no duration is given",
+        default_text="see duration",
+    ),
+    Field(
+        "num_frames",
+        Integer(SECONDS_MINIMUM * FRAMES_PER_SECOND, SECONDS_MAXIMUM * FRAMES_PER_SECOND, "frames", exempt=(1,)),
+        "read when neither duration nor seconds is given, raised to the next 17n + 5; 1 counts as not given",
+        default_text="see duration",
+        paths=("num_frames", "video_params.num_frames"),
+    ),
+    Field(
+        "fps",
+        Number(FRAMES_PER_SECOND, FRAMES_PER_SECOND),
+        "frames a second of the clip",
+        FRAMES_PER_SECOND,
+        paths=("fps", "video_params.fps"),
+    ),
+    Field(
+        "aspect_ratio",
+        AspectRatio(ASPECT_RATIOS),
+        "required for t2va, also when width and height are given; without them it chooses the canvas",
+        default_text="required",
+        paths=("target.aspect_ratio", "aspect_ratio"),
+        tasks=("t2va", "ref2va"),
+    ),
+    Field(
+        "short_edge",
+        Integer(1, SIDE_MAXIMUM, "px"),
+        f"must be {SHORT_EDGE} when the canvas comes from aspect_ratio; no effect beside width and height",
+        SHORT_EDGE,
+        paths=("target.short_edge", "short_edge"),
+    ),
+    Field("size", Sides(SIDE_MINIMUM, SIDE_MAXIMUM), "stands for width and height and wins over them"),
+    Field(
+        "width",
+        _SIDE,
+        f"a multiple of {SIDE_MULTIPLE}; given with height or not at all; 1:4 to 4:1",
+        default_text="from aspect_ratio",
+        paths=("width", "video_params.width"),
+    ),
+    Field(
+        "height",
+        _SIDE,
+        f"a multiple of {SIDE_MULTIPLE}; given with width or not at all; 1:4 to 4:1",
+        default_text="from aspect_ratio",
+        paths=("height", "video_params.height"),
+    ),
+    Field(
+        "snap", Boolean(), f"true: a side off the {SIDE_MULTIPLE} px grid is floored to it instead of refused", False
+    ),
+)
+
+_SAMPLING = (
+    Field(
+        "num_inference_steps",
+        Integer(EVALUATIONS.minimum, SIGMA_POINTS.maximum),
+        f"{EVALUATIONS.range_text}, or {SIGMA_POINTS.range_text} under step_convention sigma_points",
+        DEFAULT_FORWARDS,
+        default_text=f"{DEFAULT_FORWARDS} evaluations ({DEFAULT_FORWARDS + 1} sigma points)",
+    ),
+    Field(
+        "step_convention",
+        Choice(("evaluations", "sigma_points")),
+        "what num_inference_steps counts: forwards of the model, or points of the sigma grid (one more)",
+        "evaluations",
+    ),
+    # Below 0.01 the float32 grid s*u / (1 + (s-1)*u) cancels; above 100 its first steps round to the same sigma.
+    Field("flow_shift", Number(0.01, 100), "sigma shift of the video clock", default_text="the checkpoint's (12)"),
+    Field("audio_flow_shift", Number(0.01, 100), "sigma shift of the audio clock", default_text="the checkpoint's (3)"),
+    Field("seed", Integer(-(2**63), 2**63 - 1), "seed of the initial noise", 42),
+    Field(
+        "seed_convention",
+        Choice(("diffusers", "vllm-omni")),
+        "one generator for video then audio, or a fresh one with the same seed for each",
+        "diffusers",
+    ),
+    Field(
+        "sampler",
+        Choice(("euler", "res_multistep")),
+        "how a velocity updates the latents",
+        "euler",
+        only=("euler",),
+        lacks="multistep sampling",
+    ),
+    Field(
+        "quality",
+        Choice(("lossless", "high")),
+        "lossless: every forward is computed",
+        "lossless",
+        only=("lossless",),
+        lacks="forwards replaced by cached results",
+    ),
+)
+
+_MEDIA = (
+    Field(
+        "crf", Integer(1, 51), "x264 constant rate factor; lower is finer and larger", 18, paths=("media.crf", "crf")
+    ),
+    Field("preset", Choice(PRESETS), "x264 speed preset", "veryfast", paths=("media.preset", "preset")),
+    Field(
+        "audio_bitrate",
+        Integer(64, 320, "kb/s"),
+        "bit rate of the stereo AAC track",
+        128,
+        paths=("media.audio_bitrate", "audio_bitrate"),
+    ),
+)
+
+_NO_EFFECT = (
+    _no_effect("negative_prompt", Text(0, PROMPT_CHARACTERS), _DISTILLED),
+    _no_effect("guidance_scale", Number(0, 20), _DISTILLED),
+    _no_effect("guidance_scale_2", Number(0, 20), _DISTILLED),
+    _no_effect("true_cfg_scale", Number(0, 20), _DISTILLED),
+    _no_effect("boundary_ratio", Number(0, 1), "the model has one denoiser for the whole schedule"),
+    _no_effect("preencode_mp4", Boolean(), "frames are always encoded while they are decoded"),
+    _no_effect("user", Text(0, 256), "the caller's own label"),
+)
+
+_SERVER = (Field("model", Text(1, 256), "must equal the name that this server serves", default_text="the served name"),)
+
+_WINDOWS = "clips longer than 15 s, made in windows"
+_REFERENCES = "images, videos or sounds as conditions"
+_EDITING = "editing under latent masks"
+_REFINING = "a second pass at a larger size"
+_INTERPOLATION = "frames made between frames after decoding"
+_CACHE = "control of a step cache"
+
+_FEATURES = (
+    _feature("num_outputs_per_prompt", "several outputs of one request", 1, kind=Integer(1, 10)),
+    _feature("generate_sound", "a clip without sound", True, kind=Boolean()),
+    _feature("sound_duration", "sound of another length than the video"),
+    _feature("return_stage_metrics", "timings beside the result", False, kind=Boolean()),
+    _feature("audio_mode", "driving sound", "native", kind=Choice(("native", "lock_source"))),
+    _feature("long_video", _WINDOWS, False, kind=Boolean()),
+    _feature("long_video_mode", _WINDOWS, "full", kind=Choice(("full", "continuation"))),
+    _feature("continuation_window_frames", _WINDOWS, tasks=("ref2va",)),
+    _feature("continuation_overlap_frames", _WINDOWS, tasks=("ref2va",)),
+    _feature("continuation_prompts", _WINDOWS, tasks=("ref2va",)),
+    _feature("frame_indices", _REFERENCES, paths=("target.frame_indices", "frame_indices"), tasks=("fl2va",)),
+    _feature("frame_index", _REFERENCES, paths=("target.frame_index", "frame_index"), tasks=("fl2va",)),
+    _feature("start_time_seconds", _REFERENCES, 0, 0.0, tasks=("ref2va",)),
+    _feature("input_reference", _REFERENCES, tasks=("fl2va", "ref2va")),
+    _feature("input_references", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("image_reference", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("video_reference", _REFERENCES, [], tasks=("ref2va",)),
+    _feature("audio_reference", _REFERENCES, [], tasks=("ref2va",)),
+    _feature("references", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("images", _REFERENCES, [], tasks=("fl2va", "ref2va")),
+    _feature("videos", _REFERENCES, [], tasks=("ref2va",)),
+    _feature("audios", _REFERENCES, [], tasks=("ref2va",)),
+    _feature("control_reference", _REFERENCES),
+    _feature("control_type", _REFERENCES),
+    _feature("source_video", _EDITING),
+    _feature("source_audio", _EDITING),
+    _feature("video_noise_mask", _EDITING),
+    _feature("audio_noise_mask", _EDITING),
+    _feature("latent_upscale", _REFINING, False),
+    _feature("latent_refine", _REFINING, False),
+    _feature("enable_frame_interpolation", _INTERPOLATION, False, kind=Boolean()),
+    _feature("frame_interpolation_exp", _INTERPOLATION),
+    _feature("frame_interpolation_scale", _INTERPOLATION),
+    _feature("frame_interpolation_model_path", _INTERPOLATION),
+    _feature("lora", "adapters chosen by the request"),
+    _feature("pad_seq_len", "padding of the packed rows"),
+    _feature("force_refresh_step_hint", _CACHE),
+    _feature("force_refresh_step_policy", _CACHE),
+    _feature("preencode_batch_frames", "another encoding chunk than 17 frames", 17),
+    _feature("video_codec_options", "free encoder options; crf, preset and audio_bitrate are offered"),
+)
+
+FIELDS: tuple[Field, ...] = (*_SHAPE, *_SAMPLING, *_MEDIA, *_SERVER, *_NO_EFFECT, *_FEATURES)
+"""Every key of the parameters object, in the order of docs/requests.md."""
+
+FIELD: Mapping[str, Field] = {field.name: field for field in FIELDS}
+_BY_PATH: Mapping[str, Field] = {path: field for field in FIELDS for path in field.spellings}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A field as the user wrote it: its canonical value and the spelling it came under."""
+
+    field: Field
+    spelling: str
+    value: object
+    rank: tuple[int, bool]
+    """Lower wins: place among the field's paths, then extra_params before the plain key."""
+
+
+def occurrences(parameters: object) -> Iterator[Given]:
+    """Checks every key at every level and yields each field given, in order. Raises RequestError."""
+    for spelling, path, value in _flatten(parameters):
+        field = _BY_PATH.get(path)
+        if field is None:
+            raise _unknown(spelling, path, value)
+        checked = field.check(spelling, value)
+        yield Given(field, spelling, checked, (field.spellings.index(path), not spelling.startswith(EXTRA)))
+
+
+def _flatten(parameters: object) -> Iterator[tuple[str, str, object]]:
+    """(spelling, path, value) of every leaf: the path is the spelling without `extra_params.`."""
+    for key, value in _entries("parameters", parameters):
+        inner = _entries(EXTRA, value) if key == EXTRA else [(key, value)]
+        prefix = f"{EXTRA}." if key == EXTRA else ""
+        for name, content in inner:
+            if name not in GROUPS:
+                # A key with a dot in it would reach into a group past its object: no path, so it is unknown.
+                yield f"{prefix}{name}", "" if "." in name else name, content
+                continue
+            for leaf, leaf_value in _entries(f"{prefix}{name}", content):
+                yield f"{prefix}{name}.{leaf}", f"{name}.{leaf}", leaf_value
+
+
+def _entries(spelling: str, value: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, Mapping):
+        raise RequestError(spelling, value, "must be a JSON object")
+    for key, content in value.items():
+        if type(key) is not str:
+            raise RequestError(spelling, key, "keys must be strings")
+        yield key, content
+
+
+def _unknown(spelling: str, path: str, value: object) -> RequestError:
+    if path == PROMPT.name:
+        return RequestError(spelling, value, "unknown field: the prompt is an input of its own, beside the parameters")
+    close = difflib.get_close_matches(spelling.removeprefix(f"{EXTRA}.")[:64], _BY_PATH, n=1)
+    return RequestError(spelling, value, "unknown field", close[0] if close else None)

@@ -1,0 +1,144 @@
+"""docs/requests.md, written from the contract's table: `python -m runtime.contract_page docs/requests.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from plugins.dimensions import VideoVAEDimensions
+from runtime.contract import (
+    ASPECT_RATIOS,
+    EXTRA,
+    FIELDS,
+    GROUPS,
+    PARAMETERS_BYTES,
+    PARAMETERS_DEPTH,
+    PROMPT,
+    SIDE_MULTIPLE,
+    TASKS,
+    Field,
+    Status,
+)
+from runtime.refusal import show
+from runtime.shape import canvas, latents, legal_frames
+
+_INTRODUCTION = f"""# Requests
+
+A request is a prompt and a parameters object. Over gRPC they are the inputs PROMPT (UTF-8) and PARAMS (JSON, `{{}}` for
+all defaults but the required fields). This page is written from the table that validates requests
+(`runtime/contract.py`); a test fails when the two differ.
+
+- The parameters are strict JSON of at most {PARAMETERS_BYTES // 1024} KiB and {PARAMETERS_DEPTH} levels: no key twice,
+  no lone surrogates.
+- Types are exact: `true` is not 1, `5.0` is not an integer, `"5"` is not a number, `null` is not "left out", and NaN
+  and Infinity are no numbers.
+- An unknown key is refused, at every level. A field of a feature that is not offered is refused as 'not offered',
+  except for the values that leave the feature off.
+- A field may have several paths; the strongest comes first, and a weaker one that says something else gives way.
+  `{EXTRA}` is an object whose keys are read as if they stood beside it, and win over the same path there.
+  {", ".join(f"`{group}`" for group in GROUPS)} are objects that group fields. Every value given is checked, also one
+  that gives way.
+- The answer carries the request as it was resolved. What was raised, floored or overridden, or has no effect, is in its
+  `notes`.
+"""
+
+EXAMPLE = """{
+  "aspect_ratio": "1:1",
+  "width": 256,
+  "height": 256,
+  "duration": 4,
+  "num_inference_steps": 5,
+  "step_convention": "sigma_points",
+  "seed": 7,
+  "media": {"crf": 20, "preset": "fast"}
+}
+"""
+"""The parameters that the page shows; a test resolves what it finds there."""
+
+_REFUSALS = """## Refusals
+
+A refusal is one line that names the field as it was written, the value, the rule and, where there is one, the nearest
+legal value:
+
+    duration: got 3.99; must be a number, from 4 to 15 seconds; nearest legal: 4
+    fps: got 30; must be a number, exactly 24; nearest legal: 24
+    lora: got {'name': 'turbo'}; not offered (adapters chosen by the request)
+
+Over gRPC it is the message of an INVALID_ARGUMENT status.
+"""
+
+
+def page() -> str:
+    """The whole page, Markdown."""
+    by_status = {status: [field for field in FIELDS if field.status is status] for status in Status}
+    parts = [
+        _INTRODUCTION,
+        f"## Example\n\n```json\n{EXAMPLE}```\n",
+        "## Fields\n\n" + _table(_FIELD_HEAD, map(_field_row, [PROMPT, *by_status[Status.OFFERED]])),
+        "## Accepted, no effect\n\n" + _table(_FIELD_HEAD, map(_field_row, by_status[Status.ACCEPTED])),
+        "## Not offered\n\n" + _table(_FEATURE_HEAD, map(_feature_row, by_status[Status.NOT_OFFERED])),
+        f"## Canvases\n\nWithout width and height; explicit sides are multiples of {SIDE_MULTIPLE} px.\n\n"
+        + _table(("aspect_ratio", "canvas"), map(_canvas_row, ASPECT_RATIOS)),
+        "## Frames\n\nEvery clip has 17n + 5 frames, at 24 a second.\n\n"
+        + _table(("frames", "seconds", "latent frames", "durations that land here"), _frame_rows()),
+        _REFUSALS,
+    ]
+    return "\n".join(parts)
+
+
+_FIELD_HEAD = ("field", "paths", "type", "values", "default", "tasks", "meaning")
+_FEATURE_HEAD = ("field", "feature", "tasks", "values that leave it off")
+
+
+def _field_row(field: Field) -> tuple[str, ...]:
+    values = field.kind.range_text
+    if field.only is not None:
+        values = f"{', '.join(map(str, field.only))} ({values} are known; the others are not offered)"
+    default = field.default_text or ("" if field.default is None else _plain(field.default))
+    return f"`{field.name}`", _paths(field), field.kind.type_name, values, default, _tasks(field), field.meaning
+
+
+def _feature_row(field: Field) -> tuple[str, ...]:
+    off = {_plain(value): None for value in field.only or ()}
+    return f"`{field.name}`", field.meaning, _tasks(field), ", ".join(off)
+
+
+def _paths(field: Field) -> str:
+    return ", ".join(f"`{path}`" for path in field.paths)
+
+
+def _tasks(field: Field) -> str:
+    return "all" if field.tasks == TASKS else ", ".join(field.tasks)
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else show(value)
+
+
+def _canvas_row(ratio: str) -> tuple[str, ...]:
+    return ratio, "x".join(map(str, canvas(ratio)))
+
+
+def _frame_rows() -> Iterable[tuple[str, ...]]:
+    vae = VideoVAEDimensions(latent_channels=24, latents_mean=(), latents_std=())
+    below = 95
+    for frames in legal_frames(vae):
+        # A request is rounded to frames and raised to the grid; the longest request is 360 frames.
+        reach = f"{(below + 1) / 24:.3f} to {min(frames, 360) / 24:.3f}"
+        yield str(frames), f"{frames / 24:.3f}", str(latents(frames, vae)), reach
+        below = frames
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    """Writes the page to the path given as the first argument."""
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What a running request tells the outside (progress events) and hears from it (cancellation)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+Stage = Literal["prepare", "encode", "denoise", "decode"]
+"""Parts of a request that report progress, in the order in which they run."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One progress report: `index` of `total` units of `stage` are done, `seconds` after the request began.
+
+    Index 0 says that the stage has started. Units are layers in `encode`, forwards in `denoise`, tiles in `decode`.
+    """
+
+    stage: Stage
+    index: int
+    total: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Refuse an event that no progress bar could show; raises ValueError."""
+        if self.stage not in get_args(Stage):
+            raise ValueError(f"stage: {self.stage!r} is not one of {', '.join(get_args(Stage))}")
+        if not 0 <= self.index <= self.total:
+            raise ValueError(f"index: {self.index} of stage {self.stage} is outside 0..{self.total}")
+
+    def to_json(self) -> str:
+        """The event as one JSON object: stage, index, total, seconds (rounded to a millisecond)."""
+        return json.dumps(asdict(self) | {"seconds": round(self.seconds, 3)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Event:
+        """The inverse of `to_json`; raises ValueError on anything else."""
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"not a progress event: {text[:200]!r}") from error
+
+
+class Reporter:
+    """Stamps progress with the time since it was made and hands each event to a sink.
+
+    `clock` returns monotonic seconds and is injected, so that a test needs no waiting.
+    """
+
+    def __init__(self, sink: Callable[[Event], None], clock: Callable[[], float]) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._start = clock()
+
+    def __call__(self, stage: Stage, index: int, total: int) -> None:
+        """Send one event, `index` of `total` units of `stage` being done."""
+        self._sink(Event(stage, index, total, self._clock() - self._start))
+
+
+class Cancelled(Exception):
+    """Raised inside a request at the first unit of work that starts after it was cancelled."""
+
+
+class Cancellation:
+    """A request's cancellation: a flag that any thread may set, or a caller's own check (such as Triton's), or both.
+
+    `check`, if given, is asked each time; once it has said yes the answer stays yes.
+    """
+
+    def __init__(self, check: Callable[[], bool] | None = None) -> None:
+        self._check = check
+        self._flag = threading.Event()
+
+    def cancel(self) -> None:
+        """Ask the request to stop; safe from any thread and more than once."""
+        self._flag.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the request has been asked to stop."""
+        if not self._flag.is_set() and self._check is not None and self._check():
+            self._flag.set()
+        return self._flag.is_set()
+
+    def raise_if_cancelled(self, before: str) -> None:
+        """Raise Cancelled, saying what would have run next (`before`), if the request has been asked to stop."""
+        if self.cancelled:
+            raise Cancelled(f"cancelled before {before}")

@@ -1,0 +1,167 @@
+"""A request from prompt to MP4 on the engines of a store: the stages that Triton's models call, and all in a row."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from engines.sessions.engine_set import EngineSet
+from engines.store import EngineStore, Manifest
+from runtime.admission import MemoryModel
+from runtime.decode import decode_audio, decode_video
+from runtime.denoiser import Denoiser, ModulationCache, State
+from runtime.encoder import TextEncoder
+from runtime.events import Cancellation, Event, Reporter
+from runtime.mux import MediaOptions, Mp4Writer
+from runtime.packing import Layout, patchify_video, t2va_layout, unpack_audio, unpatchify_video
+from runtime.request import Resolved, resolve
+from runtime.rng import InitialNoise, NoiseGenerators, initial_noise
+from runtime.schedule import Schedule
+from runtime.text import Tokenizer
+
+PipelineStage = Literal["encode", "denoise", "decode"]
+
+STAGE_GRAPHS: Mapping[PipelineStage, tuple[str, ...]] = {
+    "encode": ("text_encoder.embedding", "text_encoder.layer"),
+    "denoise": ("context", "modulation.time", "modulation.adaln", "prologue", "block", "epilogue"),
+    "decode": ("video_decoder_tile", "audio_decoder"),
+}
+"""Engines that each stage runs; a process that serves one stage opens only its own."""
+
+Progress = Callable[[Event], None]
+
+
+class Pipeline:
+    """The stages of text-to-video-and-audio over one opened store. Serves one request at a time."""
+
+    def __init__(self, engines: EngineSet, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._dimensions = engines.manifest.dimensions
+        self._memory = MemoryModel.of(engines.manifest)
+        self._encoder = TextEncoder(engines)
+        self._denoiser = Denoiser(engines, "fl2va", ModulationCache())
+
+    @classmethod
+    def open(cls, store: str | Path, stages: Collection[PipelineStage] = ("encode", "denoise", "decode")) -> Pipeline:
+        """Opens the engines of `stages`. Raises StoreError when the store cannot be served from."""
+        opened = EngineStore.open(store)
+        graphs = [graph for stage in STAGE_GRAPHS if stage in stages for graph in STAGE_GRAPHS[stage]]
+        return cls(EngineSet.open(opened, graphs=graphs), Tokenizer(opened.tokenizer_file))
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store was built from and for."""
+        return self._engines.manifest
+
+    def resolve(self, prompt: bytes | str, params: Mapping[str, Any]) -> Resolved:
+        """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
+        resolved = resolve(prompt, params, self._dimensions)
+        self._memory.admit(resolved, len(self.tokenize(resolved)))
+        return resolved
+
+    def tokenize(self, resolved: Resolved) -> torch.Tensor:
+        """Token ids of the prompt, int64 [L]. Raises RequestError."""
+        return self._tokenizer.encode(resolved.prompt)
+
+    def encode(self, tokens: torch.Tensor, progress: Progress, cancellation: Cancellation) -> torch.Tensor:
+        """Conditioning [L, text_dim] of token ids [L]. Raises Cancelled."""
+        return self._encoder.encode(tokens, self._reporter(progress), cancellation)
+
+    def denoise(
+        self, resolved: Resolved, text: torch.Tensor, progress: Progress, cancellation: Cancellation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clean normalised latents, float32: video [1, 24, T, h, w] and audio [2, 32, A]. Raises Cancelled."""
+        return self._denoise(resolved, text, self._reporter(progress), cancellation)
+
+    def decode(
+        self,
+        resolved: Resolved,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        progress: Progress,
+        cancellation: Cancellation,
+    ) -> bytes:
+        """The MP4 of normalised latents; frames go to the encoder as they become final. Raises Cancelled."""
+        return self._decode(resolved, video, audio, self._reporter(progress), cancellation)
+
+    def generate(self, resolved: Resolved, progress: Progress, cancellation: Cancellation) -> bytes:
+        """All stages of one request in this process. Raises Cancelled."""
+        report = self._reporter(progress)
+        text = self._encoder.encode(self.tokenize(resolved), report, cancellation)
+        video, audio = self._denoise(resolved, text, report, cancellation)
+        return self._decode(resolved, video, audio, report, cancellation)
+
+    def noise(self, resolved: Resolved) -> InitialNoise:
+        """The initial state that the request's seed and seed convention stand for."""
+        return initial_noise(
+            NoiseGenerators.seeded(resolved.seed, resolved.seed_convention),
+            (self._dimensions.denoiser.video_channels, *_latent_grid(resolved)),
+            resolved.audio_latents,
+            self._dimensions.denoiser.audio_channels,
+        )
+
+    def _reporter(self, progress: Progress) -> Reporter:
+        return Reporter(progress, self._clock)
+
+    def trajectory(
+        self, resolved: Resolved, text: torch.Tensor, report: Reporter, cancellation: Cancellation
+    ) -> Iterator[State]:
+        """The rows being denoised: the initial noise, then the state after each step. Raises Cancelled."""
+        noise, patch = self.noise(resolved), self._dimensions.denoiser.patch
+        start = State(patchify_video(noise.video, patch), noise.audio_rows)
+        sequence = self._denoiser.sequence(text, self.layout(resolved, len(text)))
+        schedule = Schedule.uniform(resolved.forwards, resolved.video_shift, resolved.audio_shift)
+        yield start
+        yield from self._denoiser.sample(sequence, schedule, start, report, cancellation)
+
+    def layout(self, resolved: Resolved, text_rows: int) -> Layout:
+        """The packed rows of a request whose prompt has `text_rows` tokens."""
+        patch = self._dimensions.denoiser.patch
+        return t2va_layout(text_rows, *_latent_grid(resolved), resolved.audio_latents, patch)
+
+    def _denoise(
+        self, resolved: Resolved, text: torch.Tensor, report: Reporter, cancellation: Cancellation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (state,) = deque(self.trajectory(resolved, text, report, cancellation), maxlen=1)
+        video = unpatchify_video(state.video, *_latent_grid(resolved), self._dimensions.denoiser.patch)
+        return video, unpack_audio(state.audio, resolved.audio_latents)
+
+    def _decode(
+        self,
+        resolved: Resolved,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        report: Reporter,
+        cancellation: Cancellation,
+    ) -> bytes:
+        media = resolved.media
+        options = MediaOptions(crf=media.crf, preset=media.preset, audio_bitrate=1000 * media.audio_bitrate)
+        rate = self._dimensions.audio_vae.sample_rate
+        with Mp4Writer(resolved.width, resolved.height, rate, options) as writer:
+            writer.write_audio(self.waveform(audio))
+            for frames in decode_video(video, self.decode_tile, self._dimensions.video_vae, report, cancellation):
+                writer.write_frames(frames)
+            return writer.finish()
+
+    def decode_tile(self, latents: torch.Tensor) -> torch.Tensor:
+        """One decoder tile: normalised latents [1, 24, 7, 16, 16] to frames [1, 3, 28, 256, 256], float32."""
+        return self._engines.run("video_decoder_tile", {"latents": latents})["frames"]
+
+    def waveform(self, audio: torch.Tensor) -> torch.Tensor:
+        """The soundtrack of normalised latents [2, 32, A]: float32 [2, 800 A]."""
+
+        def run(latents: torch.Tensor) -> torch.Tensor:
+            return self._engines.run("audio_decoder", {"latents": latents})["waveform"]
+
+        return decode_audio(audio, run, self._dimensions.audio_vae)
+
+
+def _latent_grid(resolved: Resolved) -> tuple[int, int, int]:
+    return resolved.latent_frames, resolved.latent_height, resolved.latent_width

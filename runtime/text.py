@@ -1,0 +1,51 @@
+"""Prompt to token ids: the checkpoint's own tokenizer, on the prompt verbatim (spec: model 7.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from runtime.contract import PROMPT
+from runtime.refusal import RequestError
+
+TOKENS_MAXIMUM = 8_192
+"""Rows of text that a request may have unless the profile says otherwise."""
+
+
+class TokenizerError(RuntimeError):
+    """A tokenizer file that cannot be used."""
+
+
+class Tokenizer:
+    """Byte-level BPE read from a tokenizer.json, with its added tokens (`<d>`, `<|lyrics_start|>`, ...)."""
+
+    def __init__(self, file: Path | str, maximum: int = TOKENS_MAXIMUM) -> None:
+        """Reads the file. `maximum` is the most tokens that a prompt may have. Raises TokenizerError."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every fault
+            raise TokenizerError(
+                f"{file}: not a tokenizer ({error}); rebuild the store with `h3trt engines`"
+            ) from error
+        # The file may carry settings of its training; a prompt is never cut and never filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._maximum = maximum
+
+    @property
+    def size(self) -> int:
+        """Tokens that the tokenizer can produce, the added ones included: ids are below this."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, prompt: str) -> torch.Tensor:
+        """Token ids, int64 [L], no special tokens. Raises RequestError when there are none or more than the maximum."""
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        if not ids:
+            raise RequestError(PROMPT.name, prompt, "must have at least one token")
+        if len(ids) > self._maximum:
+            raise RequestError(
+                PROMPT.name, prompt, f"must have at most {self._maximum} tokens, this one has {len(ids)}"
+            )
+        return torch.tensor(ids, dtype=torch.int64)

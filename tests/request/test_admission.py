@@ -1,0 +1,141 @@
+"""What memory admission lets in, and what it says fits instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.admission import Load, MemoryModel, canvases_like
+from runtime.request import RequestError, Resolved, resolve
+from runtime.shape import Shape, legal_frames
+from tests.request.sizes import MINIATURE, RELEASED
+
+GIB = 1 << 30
+FRAMES = legal_frames(MINIATURE.video_vae)
+
+
+def _model(budget: int, rows: int = 262_144) -> MemoryModel:
+    return MemoryModel(MINIATURE, budget, rows, tile_features=512)
+
+
+def _load(width: int, height: int, frames: int, text_rows: int = 100, forwards: int = 4) -> Load:
+    return Load(Shape.of(width, height, frames, MINIATURE), text_rows, forwards)
+
+
+def _request(**params: object) -> Resolved:
+    return resolve("a cat", {"aspect_ratio": "1:1", "num_inference_steps": 4, **params}, MINIATURE)
+
+
+_SIDES = st.tuples(st.integers(8, 60), st.integers(8, 60)).filter(lambda s: max(s) <= 4 * min(s))
+_LOADS = st.builds(
+    lambda sides, frames, text, forwards: _load(32 * sides[0], 32 * sides[1], frames, text, forwards),
+    _SIDES,
+    st.sampled_from(FRAMES),
+    st.integers(1, 2000),
+    st.integers(1, 200),
+)
+
+
+@given(_LOADS, st.sampled_from(["width", "height", "frames", "text_rows", "forwards"]))
+def test_more_of_anything_needs_no_less_memory(load: Load, what: str) -> None:
+    shape = load.shape
+    larger = {
+        "width": load.resized(shape.width + 32, shape.height, shape.frames, MINIATURE),
+        "height": load.resized(shape.width, shape.height + 32, shape.frames, MINIATURE),
+        "frames": load.resized(shape.width, shape.height, shape.frames + 17, MINIATURE),
+        "text_rows": dataclasses.replace(load, text_rows=load.text_rows + 1),
+        "forwards": dataclasses.replace(load, forwards=load.forwards + 1),
+    }[what]
+    before, after = _model(GIB).estimate(load), _model(GIB).estimate(larger)
+    assert after.peak >= before.peak
+    assert dataclasses.astuple(after) > dataclasses.astuple(before)
+
+
+def test_the_demo_fits_two_gibibytes() -> None:
+    assert _model(2 * GIB).admit(_request(size="256x256", duration=4), text_rows=500).peak <= 2 * GIB
+
+
+def test_the_demo_fits_768_square_on_twelve_gibibytes() -> None:
+    _model(12 * GIB).admit(_request(size="768x768", duration=4), text_rows=500)
+
+
+def test_the_denoiser_is_linear_in_rows() -> None:
+    model = _model(GIB)
+    small, double, triple = (model.estimate(_load(256, height, 107, text_rows=1)).denoise for height in (256, 512, 768))
+    assert triple - double == pytest.approx(double - small, abs=2)
+
+
+@given(_LOADS, st.integers(700, 6000))
+def test_what_is_said_to_fit_fits_and_the_next_larger_does_not(load: Load, mebibytes: int) -> None:
+    model = _model(mebibytes << 20)
+    shape = load.shape
+    canvases = sorted(canvases_like(shape.width, shape.height), key=math.prod)
+    _check_largest(
+        model, [load.resized(*sides, shape.frames, MINIATURE) for sides in canvases], model.largest_canvas(load)
+    )
+    lengths = [load.resized(shape.width, shape.height, frames, MINIATURE) for frames in FRAMES]
+    _check_largest(model, lengths, model.longest(load))
+
+
+def _check_largest(model: MemoryModel, ascending: list[Load], found: Load | None) -> None:
+    fits = [model.estimate(one).peak <= model.budget and one.rows <= model.rows_maximum for one in ascending]
+    if found is None:
+        assert not any(fits)
+        return
+    index = ascending.index(found)
+    assert fits[index]
+    assert not any(fits[index + 1 :])
+
+
+def test_a_refusal_names_the_need_the_budget_and_what_is_then_admitted() -> None:
+    model = _model(3 * GIB)
+    with pytest.raises(RequestError) as caught:
+        model.admit(_request(size="1024x1024", duration=15), text_rows=100)
+    error = caught.value
+    assert error.field == "size"
+    assert "1024x1024 for 15 s" in str(error)
+    assert "this server has 3.00 GiB" in str(error)
+    assert isinstance(error.nearest, tuple)
+    assert len(error.nearest) == 2
+    for option in error.nearest:
+        size, _, seconds, _ = option.split()
+        model.admit(_request(size=size, duration=float(seconds)), text_rows=100)
+
+
+def test_each_length_is_named_by_seconds_that_give_it_back() -> None:
+    # Rows are the limit here, one length after another.
+    for frames in FRAMES[:-1]:
+        model = _model(64 * GIB, rows=_load(512, 512, frames).rows)
+        with pytest.raises(RequestError, match="the engines were built for at most") as caught:
+            model.admit(_request(size="512x512", duration=15), text_rows=100)
+        assert isinstance(caught.value.nearest, tuple)
+        size, _, seconds, _ = caught.value.nearest[-1].split()
+        assert size == "512x512"
+        assert _request(size=size, duration=float(seconds)).frames == frames
+
+
+def test_a_prompt_that_alone_is_too_large_is_named() -> None:
+    model, request = _model(2 * GIB), _request(size="256x256", duration=4)
+    with pytest.raises(RequestError, match="prompt: got '8000 tokens'; encoding needs about") as caught:
+        model.admit(request, text_rows=8000)
+    most = int(str(caught.value.nearest).split()[0])
+    model.admit(request, text_rows=most)
+    with pytest.raises(RequestError, match="prompt"):
+        model.admit(request, text_rows=most + 1)
+
+
+def test_nothing_is_named_when_nothing_fits() -> None:
+    with pytest.raises(RequestError, match="no canvas fits") as caught:
+        _model(GIB // 2).admit(_request(size="256x256", duration=4), text_rows=10)
+    assert caught.value.nearest is None
+
+
+@given(_SIDES)
+def test_canvases_of_a_shape_are_legal_and_keep_its_orientation(sides: tuple[int, int]) -> None:
+    for width, height in canvases_like(32 * sides[0], 32 * sides[1]):
+        assert resolve("a cat", {"aspect_ratio": "1:1", "width": width, "height": height}, RELEASED).width == width
+        assert (width >= height) == (sides[0] >= sides[1]) or width == height

@@ -1,0 +1,54 @@
+"""Progress events and cancellation."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from runtime.events import Cancellation, Cancelled, Event, Reporter
+
+
+def test_reporter_stamps_events_with_the_time_since_it_was_made():
+    times = iter([100.0, 100.0, 102.5])
+    events: list[Event] = []
+    report = Reporter(events.append, lambda: next(times))
+    report("denoise", 0, 4)
+    report("denoise", 1, 4)
+    assert events == [Event("denoise", 0, 4, 0.0), Event("denoise", 1, 4, 2.5)]
+
+
+def test_events_survive_json():
+    event = Event("decode", 3, 28, 1.25)
+    assert event.to_json() == '{"stage": "decode", "index": 3, "total": 28, "seconds": 1.25}'
+    assert Event.from_json(event.to_json()) == event
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"stage": "denoise", "index": 9, "total": 4, "seconds": 0}'])
+def test_what_is_no_event_is_refused(text):
+    with pytest.raises(ValueError):
+        Event.from_json(text)
+
+
+def test_an_unknown_stage_is_refused_with_the_legal_ones():
+    with pytest.raises(ValueError, match="prepare, encode, denoise, decode"):
+        Event("upscale", 0, 1, 0.0)
+
+
+def test_cancelling_from_another_thread_stops_the_next_unit_of_work():
+    cancellation = Cancellation()
+    cancellation.raise_if_cancelled("forward 1 of 4")
+    thread = threading.Thread(target=cancellation.cancel)
+    thread.start()
+    thread.join()
+    with pytest.raises(Cancelled, match="before forward 2 of 4"):
+        cancellation.raise_if_cancelled("forward 2 of 4")
+
+
+def test_a_callers_check_is_asked_until_it_says_yes_and_then_stays():
+    answers = iter([False, True, False])
+    cancellation = Cancellation(lambda: next(answers))
+    assert not cancellation.cancelled
+    assert cancellation.cancelled
+    assert cancellation.cancelled
+    assert next(answers) is False

@@ -1,0 +1,205 @@
+"""A gRPC client of the served models: a prompt and parameters in, an MP4 out, with progress and cancellation."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
+from tritonclient.utils import InferenceServerException
+
+from triton_repo.names import ENSEMBLE, PREPARE, STREAM
+
+Progress = Callable[[Mapping[str, Any]], None]
+"""Receives each progress event of a request as the server sent it."""
+
+POLL_SECONDS = 0.1
+STREAM_ERRORS_WITH_CODES = {"triton_grpc_error": "true"}
+
+
+class Failure(Enum):
+    """Why a request did not end with an MP4; the values are gRPC's names."""
+
+    INVALID = "INVALID_ARGUMENT"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "DEADLINE_EXCEEDED"
+    UNAVAILABLE = "UNAVAILABLE"
+    INTERNAL = "INTERNAL"
+
+
+class ClientError(Exception):
+    """A request failed. `failure` says how, the text is the server's own."""
+
+    def __init__(self, failure: Failure, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A finished clip: the bytes of the MP4 and the request as the server resolved it."""
+
+    mp4: bytes
+    resolved: Mapping[str, Any]
+
+
+class Client:
+    """Talks to one server. Use it as a context manager; it serves one thread."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client = InferenceServerClient(url)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def resolve(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Mapping[str, Any]:
+        """The request with every default and derived size filled in; nothing is generated. Raises ClientError."""
+        result = self._infer(PREPARE, prompt, params, timeout)
+        return json.loads(_text(result, "RESOLVED"))
+
+    def generate_unary(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Generated:
+        """One call to the ensemble `h3`: no progress, and Triton finishes a step that has begun when it is cancelled.
+
+        `timeout` is in seconds. Raises ClientError.
+        """
+        result = self._infer(ENSEMBLE, prompt, params, timeout)
+        return Generated(_bytes(result, "MP4"), json.loads(_text(result, "RESOLVED")))
+
+    def generate(
+        self,
+        prompt: str,
+        params: Mapping[str, Any],
+        progress: Progress = lambda event: None,
+        timeout: float | None = None,
+    ) -> Generated:
+        """One call to `h3_stream`. `progress` is called in this thread, between network messages.
+
+        Any exception in this thread, such as KeyboardInterrupt or one that `progress` raises, cancels the request on
+        the server, which stops within one step. `timeout` is in seconds for the whole request. Raises ClientError.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        resolved: Mapping[str, Any] = {}
+        mp4 = None
+        with self._stream(prompt, params) as messages:
+            for result in _until_final(messages, deadline):
+                if (text := _optional(result, "RESOLVED")) is not None:
+                    resolved = json.loads(text)
+                if (text := _optional(result, "EVENT")) is not None:
+                    progress(json.loads(text))
+                mp4 = _optional(result, "MP4") or mp4
+        if mp4 is None:
+            raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
+        return Generated(mp4, resolved)
+
+    @contextmanager
+    def _stream(self, prompt: str, params: Mapping[str, Any]) -> Iterator[queue.SimpleQueue[_Message]]:
+        # A stream to nowhere would only say that it is broken; this call says why.
+        with _told():
+            self._client.is_server_live()
+        messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: messages.put((result, error)), headers=STREAM_ERRORS_WITH_CODES)
+        cancel = True
+        try:
+            with _told():
+                self._client.async_stream_infer(STREAM, _inputs(prompt, params), enable_empty_final_response=True)
+            yield messages
+            cancel = False
+        finally:
+            self._client.stop_stream(cancel_requests=cancel)
+
+    def _infer(self, model: str, prompt: str, params: Mapping[str, Any], timeout: float | None) -> InferResult:
+        with _told():
+            return self._client.infer(model, _inputs(prompt, params), client_timeout=timeout)
+
+
+_Message = tuple[InferResult | None, InferenceServerException | None]
+
+
+def _until_final(messages: queue.SimpleQueue[_Message], deadline: float | None) -> Iterator[InferResult]:
+    while True:
+        result, error = _next(messages, deadline)
+        if error is not None:
+            raise _client_error(error)
+        assert result is not None
+        yield result
+        if result.get_response().parameters["triton_final_response"].bool_param:
+            return
+
+
+def _next(messages: queue.SimpleQueue[_Message], deadline: float | None) -> _Message:
+    while deadline is None or time.monotonic() < deadline:
+        try:
+            # Not one long wait: a blocked main thread would see Ctrl-C only when the next message arrives.
+            return messages.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            continue
+    raise ClientError(Failure.TIMEOUT, "the request took longer than its timeout and was cancelled")
+
+
+def _inputs(prompt: str, params: Mapping[str, Any]) -> list[InferInput]:
+    return [_string("PROMPT", prompt), _string("PARAMS", json.dumps(params))]
+
+
+def _string(name: str, value: str) -> InferInput:
+    tensor = InferInput(name, [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([value.encode()], dtype=np.object_))
+    return tensor
+
+
+def _optional(result: InferResult, name: str) -> bytes | None:
+    array = result.as_numpy(name)
+    return None if array is None or array.size == 0 else array[0]
+
+
+def _bytes(result: InferResult, name: str) -> bytes:
+    value = _optional(result, name)
+    if value is None:
+        raise ClientError(Failure.INTERNAL, f"the server's answer has no {name}")
+    return value
+
+
+def _text(result: InferResult, name: str) -> str:
+    return _bytes(result, name).decode()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turns tritonclient's errors into ours."""
+    try:
+        yield
+    except InferenceServerException as error:
+        raise _client_error(error) from error
+
+
+def _client_error(error: InferenceServerException) -> ClientError:
+    message = str(error.message())
+    if error.status() is not None:
+        code = str(error.status()).removeprefix("StatusCode.")
+        known = {failure.value: failure for failure in Failure} | {"NOT_FOUND": Failure.UNAVAILABLE}
+        failure = known.get(code, Failure.INTERNAL)
+    else:
+        failure = _uncoded_failure(message)
+    if failure is Failure.UNAVAILABLE and "connect" in message:
+        message = f"no server answers: {message}; start one with: h3trt serve"
+    return ClientError(failure, message)
+
+
+def _uncoded_failure(message: str) -> Failure:
+    """What Triton refuses before a model sees it comes over a stream without a code: tell it by its text."""
+    if "Exceeds maximum queue size" in message or "no available versions" in message or "timeout expired" in message:
+        return Failure.UNAVAILABLE
+    return Failure.INVALID if "input" in message else Failure.INTERNAL

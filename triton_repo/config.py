@@ -1,0 +1,82 @@
+"""A Triton model configuration as plain data: what this repository uses of `config.pbtxt`, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+DYNAMIC = -1
+"""A size that the request decides."""
+
+
+class DataType(Enum):
+    """Element types of Triton tensors; the values are Triton's own names."""
+
+    STRING = "TYPE_STRING"
+    INT64 = "TYPE_INT64"
+    FP32 = "TYPE_FP32"
+    BF16 = "TYPE_BF16"
+
+
+class Kind(Enum):
+    """Where an instance runs. Python models place their own tensors, so Triton need not know of the GPUs."""
+
+    CPU = "KIND_CPU"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output: its name, element type and shape (`DYNAMIC` for a free size), without a batch axis."""
+
+    name: str
+    data_type: DataType
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A rate limiter resource that an instance holds while it executes. `shared` resources are one pool per server."""
+
+    name: str
+    count: int = 1
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class InstanceGroup:
+    """How many copies of a model run, and what each must hold while it runs."""
+
+    count: int = 1
+    kind: Kind = Kind.CPU
+    resources: tuple[Resource, ...] = ()
+
+
+@dataclass(frozen=True)
+class QueuePolicy:
+    """The waiting line of a model. A request beyond `max_queue_size` is refused at once with UNAVAILABLE."""
+
+    max_queue_size: int
+
+
+@dataclass(frozen=True)
+class EnsembleStep:
+    """One step of an ensemble; the maps go from the model's tensor names to the ensemble's."""
+
+    model: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model of the repository: either a Python model or, with `steps`, an ensemble."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    instance_group: InstanceGroup | None = None
+    queue: QueuePolicy | None = None
+    decoupled: bool = False
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[EnsembleStep, ...] = ()

@@ -1,0 +1,37 @@
+"""h3_decode: latents to frames and sound to MP4. Frames go to the encoder chunk by chunk and never leave this model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton_python_backend_utils as pb_utils
+
+from runtime.events import Cancellation
+from runtime.pipeline import Pipeline
+from runtime.request import Resolved, restore
+from triton_repo import adapter
+
+
+class TritonPythonModel(adapter.Model):
+    """RESOLVED, VIDEO [1, 24, T, h, w], AUDIO [2, 32, A], float32 -> MP4."""
+
+    def open(self, store: Path) -> None:
+        """Open the decoders' engines."""
+        self.pipeline = Pipeline.open(store, stages=["decode"])
+
+    def run(self, request: Any) -> list[pb_utils.Tensor]:
+        """Decodes and encodes; refuses latents whose shape is not the request's."""
+        resolved = restore(adapter.read_bytes(request, "RESOLVED"), self.pipeline.manifest.dimensions)
+        video, audio = (torch.from_dlpack(adapter.read_tensor(request, name)) for name in ("VIDEO", "AUDIO"))
+        self._check(resolved, video, audio)
+        cancellation = Cancellation(request.is_cancelled)
+        return [
+            adapter.write_bytes("MP4", self.pipeline.decode(resolved, video, audio, lambda event: None, cancellation))
+        ]
+
+    def _check(self, resolved: Resolved, video: torch.Tensor, audio: torch.Tensor) -> None:
+        grid = (resolved.latent_frames, resolved.latent_height, resolved.latent_width)
+        adapter.check_shape("VIDEO", video.shape, (*video.shape[:2], *grid))
+        adapter.check_shape("AUDIO", audio.shape, (*audio.shape[:2], resolved.audio_latents))

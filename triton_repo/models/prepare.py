@@ -1,0 +1,25 @@
+"""h3_prepare: checks a request, makes every choice it leaves open, and tokenises its prompt. Runs no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from runtime.pipeline import Pipeline
+from triton_repo import adapter
+
+
+class TritonPythonModel(adapter.Model):
+    """PROMPT, PARAMS -> RESOLVED, TOKENS [L] int64."""
+
+    def open(self, store: Path) -> None:
+        """Read the store's manifest and tokenizer."""
+        self.pipeline = Pipeline.open(store, stages=())
+
+    def run(self, request: Any) -> list[pb_utils.Tensor]:
+        """Refuses with the request contract's own text."""
+        resolved = adapter.read_request(request, self.pipeline)
+        tokens = self.pipeline.tokenize(resolved)
+        return [adapter.write_bytes("RESOLVED", resolved.model_dump_json()), adapter.write_tensor("TOKENS", tokens)]

@@ -1,0 +1,171 @@
+"""One tritonserver process: started on loopback, watched until it is ready, drained and stopped without a trace."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from triton_repo.child import POLL_SECONDS, Child
+from triton_repo.control import HEADER, RESTRICTED, UNREACHABLE, Control
+from triton_repo.errors import ServerError
+from triton_repo.installation import Installation
+from triton_repo.ports import LOOPBACK, choose_ports
+from triton_repo.server_log import FollowedLog, failure, loaded_model
+from triton_repo.shared_memory import private_prefix
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How to run the server. A port of 0 means any free one; times are in seconds.
+
+    `models` are the ones that clients call; an ensemble brings its steps with it.
+    """
+
+    repository: Path
+    log_file: Path
+    models: tuple[str, ...]
+    grpc_port: int = 0
+    http_port: int = 0
+    metrics_port: int = 0
+    ready_timeout: float = 300.0
+    exit_timeout: int = 5
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where a running server listens, as host:port."""
+
+    grpc: str
+    http: str
+    metrics: str
+
+
+class TritonServer:
+    """A server process; use it as a context manager. Leaving the block stops it and removes all that it made."""
+
+    def __init__(self, settings: ServerSettings, loaded: Callable[[str], None] = lambda model: None) -> None:
+        """`loaded` is called with the name of each model as it becomes ready."""
+        self._settings = settings
+        self._loaded = loaded
+        self._resources = ExitStack()
+        ports = choose_ports({name: getattr(settings, f"{name}_port") for name in ("grpc", "http", "metrics")})
+        self.endpoints = Endpoints(**{service: f"{LOOPBACK}:{port}" for service, port in ports.items()})
+        self._ports = ports
+        self._secret = secrets.token_hex(16)
+        self._control = Control(self.endpoints.http, self.endpoints.metrics, self._secret)
+
+    def __enter__(self) -> TritonServer:
+        """Start the process and wait until every model is ready. Raises ServerError with the reason it cannot."""
+        with ExitStack() as resources:
+            self._child = self._start(resources)
+            self._wait_until_ready()
+            self._resources = resources.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of tritonserver."""
+        return self._child.pid
+
+    def wait(self) -> None:
+        """Block until the server dies on its own, which is a ServerError; a signal handler may raise out of it."""
+        while not self._child.exited():
+            time.sleep(POLL_SECONDS)
+        raise self._error("tritonserver died")
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait at most `timeout` seconds for the others; whether all of them ended.
+
+        The public models are unloaded and the ensemble's steps stay: Triton then lets every request that it has taken
+        run to its end, where SIGTERM alone would refuse an ensemble its next step.
+        """
+        deadline = time.monotonic() + timeout
+        with suppress(*UNREACHABLE):
+            for model in self._settings.models:
+                self._control.unload(model)
+            quiet = 0
+            while time.monotonic() < deadline and not self._child.exited():
+                # Twice in a row: a request that leaves the queue is for a moment neither waiting nor running.
+                quiet = 0 if any(map(self._is_busy, self._settings.models)) else quiet + 1
+                if quiet == 2:
+                    return True
+                time.sleep(POLL_SECONDS)
+        return False
+
+    def _is_busy(self, model: str) -> bool:
+        # Triton 2.51 never finishes unloading a decoupled model whose queue once overflowed, for it keeps the refused
+        # request; the counts stay right. An ensemble has no counts, and does finish unloading.
+        return self._control.is_unloading(model) and self._control.requests(model) != 0
+
+    def _start(self, resources: ExitStack) -> Child:
+        installation = Installation.find()
+        backends = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="h3trt-backends-")))
+        installation.assemble(backends)
+        shm_prefix = resources.enter_context(private_prefix())
+        self._settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+        log = resources.enter_context(self._settings.log_file.open("wb"))
+        command = [
+            str(installation.binary),
+            *_arguments(self._settings, self._ports, backends, shm_prefix, self._secret),
+        ]
+        child = Child(command, installation.environment(), log)
+        resources.callback(child.stop, self._settings.exit_timeout + 5.0)
+        return child
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._settings.ready_timeout
+        log = FollowedLog(self._settings.log_file)
+        while not self._is_ready():
+            if self._child.exited():
+                raise self._error("tritonserver did not start")
+            if time.monotonic() > deadline:
+                raise self._error(f"tritonserver was not ready after {self._settings.ready_timeout:g} s")
+            self._report_loaded(log)
+            time.sleep(POLL_SECONDS)
+        self._report_loaded(log)
+
+    def _report_loaded(self, log: FollowedLog) -> None:
+        for model in filter(None, map(loaded_model, log.new_lines())):
+            self._loaded(model)
+
+    def _is_ready(self) -> bool:
+        try:
+            return all(map(self._control.is_ready, self._settings.models))
+        except UNREACHABLE:
+            return False
+
+    def _error(self, what: str) -> ServerError:
+        log = self._settings.log_file
+        return ServerError(f"{what}:\n{failure(log.read_text(errors='replace'))}\n(log: {log})")
+
+
+def _arguments(
+    settings: ServerSettings, ports: Mapping[str, int], backends: Path, shm_prefix: str, secret: str
+) -> list[str]:
+    return [
+        f"--model-repository={settings.repository.resolve()}",
+        f"--backend-directory={backends}",
+        "--model-control-mode=explicit",
+        *(f"--load-model={model}" for model in settings.models),
+        *(f"--{service}-address={LOOPBACK}" for service in ports),
+        *(f"--{service}-port={port}" for service, port in ports.items()),
+        "--allow-gpu-metrics=false",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        # Instances that name a resource in their configuration take turns.
+        "--rate-limit=execution_count",
+        f"--grpc-restricted-protocol={RESTRICTED}:{HEADER}={secret}",
+        f"--http-restricted-api={RESTRICTED}:{HEADER}={secret}",
+        f"--exit-timeout-secs={settings.exit_timeout}",
+        "--log-format=ISO8601",
+    ]
