@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,11 +17,14 @@ import pytest
 from tests.serving.toy_repository import write_toy_repository
 from triton_repo.names import PUBLIC_MODELS
 from triton_repo.ports import port_is_free
+from triton_repo.repository import RepositorySettings, render
 from triton_repo.server import ServerSettings, TritonServer
 from triton_repo.shared_memory import FAMILY
 from triton_repo.shared_memory import ROOT as SHARED_MEMORY
 
 TOY_READY_SECONDS = 60.0
+H3TRT = (sys.executable, "-c", "from h3trt.cli import main; main()")
+READY_SECONDS = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,6 +66,46 @@ def shared_toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 def toy_server(shared_toy: Toy) -> Iterator[TritonServer]:
     with TritonServer(shared_toy.settings) as server:
         yield server
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What `h3trt demo` made: the clip, and the engine store of its miniature."""
+
+    clip: Path
+    store: Path
+    output: str
+
+
+@pytest.fixture(scope="session")
+def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Demonstration:
+    """The whole way from a checkpoint to a clip, as `make demo` goes it."""
+    directory = tmp_path_factory.mktemp("demo")
+    work, clip = directory / "work", directory / "out" / "demo.mp4"
+    command = [*H3TRT, "demo", "--work", str(work), "--out", str(clip)]
+    result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return Demonstration(clip, work / "engines", result.stdout)
+
+
+@pytest.fixture(scope="session")
+def server(
+    demonstration: Demonstration, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[TritonServer]:
+    """The real models over the miniature's engines, for all tests that do not stop it."""
+    directory = tmp_path_factory.mktemp("server")
+    render(demonstration.store, directory / "repository", RepositorySettings())
+    settings = ServerSettings(directory / "repository", directory / "server.log", PUBLIC_MODELS)
+    started = time.monotonic()
+    with TritonServer(settings) as one:
+        request.config.stash[READY_SECONDS] = time.monotonic() - started
+        yield one
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print how long the real server took from start to ready."""
+    if READY_SECONDS in config.stash:
+        terminalreporter.write_line(f"Triton with the real models was ready after {config.stash[READY_SECONDS]:.1f} s")
 
 
 class Traces:
