@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from engines.declaration import describe_checkpoint, versions
+from engines.declaration import describe_checkpoint, describe_exporter, versions
 from engines.graph_steps import GraphSteps
 from engines.profile import Partition, Profile
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport
@@ -27,6 +27,9 @@ from export.graphs.t2va import check_consumption, t2va_graphs
 
 COMPUTE = {"float32": torch.float32}
 """A profile's compute dtypes."""
+
+PRODUCTS = ("engines", "portable", "tokenizer")
+"""Directories of a store that hold nothing but what steps have made."""
 
 
 class BuildError(ValueError):
@@ -71,7 +74,7 @@ def build(
     with _locked(root, progress):
         reports = ledger.run(steps, only)
         if only is None:
-            ledger.prune(steps)
+            ledger.prune(steps, PRODUCTS)
             EngineStore.open(root)
     return BuildReport(root, tuple(reports))
 
@@ -84,7 +87,6 @@ class _Plan:
         self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
-        self._baked = profile.weights == "baked"
         self._declared = {p: t2va_graphs(checkpoint, p, COMPUTE[profile.compute]) for p in profile.partitions}
         self._graphs = {p: [GraphSteps(g, bind(g), root) for g in graphs] for p, graphs in self._declared.items()}
         self._weights = WeightTable(graph.binding for graphs in self._graphs.values() for graph in graphs)
@@ -92,9 +94,11 @@ class _Plan:
     def steps(self) -> list[Step]:
         """Every step, after those that it requires."""
         steps = [self._tokenizer(), *(self._bind(partition) for partition in self._profile.partitions)]
-        described = describe_checkpoint(self._checkpoint, self._first)
+        checkpoint, exporter = describe_checkpoint(self._checkpoint, self._first), describe_exporter()
         for graph in self._graphs[self._first]:
-            steps += graph.steps(described, self._weights, self._baked)
+            steps += graph.steps(checkpoint, exporter, self._weights)
+        if self._profile.weights == "baked":
+            steps += [g.bake_step(p, self._weights) for p, graphs in self._graphs.items() for g in graphs]
         return [*steps, self._manifest(tuple(step.name for step in steps))]
 
     def _bind(self, partition: Partition) -> Step:
@@ -108,7 +112,7 @@ class _Plan:
         return Step(f"{partition}.bind", depends_on, partial(self._do_bind, partition))
 
     def _do_bind(self, partition: Partition, records: Mapping[str, Record]) -> Product:
-        check_consumption(self._checkpoint, self._declared[partition])
+        check_consumption(self._checkpoint, self._declared[partition], partition)
         for graph, shared in zip(self._graphs[partition], self._graphs[self._first], strict=True):
             if graph.declaration != shared.declaration:
                 name = graph.graph.name
@@ -126,16 +130,20 @@ class _Plan:
         return Step("manifest", {"schema": SCHEMA_VERSION, **about}, partial(self._do_manifest, about), requires)
 
     def _do_manifest(self, about: Mapping[str, Any], records: Mapping[str, Record]) -> Product:
-        manifest = Manifest.model_validate_json(json.dumps({
-            "schema_version": SCHEMA_VERSION,
-            **about,
-            "tokenizer": records["tokenizer"].files[0].model_dump(),
-            "graphs": {
-                graph.graph.name: graph.engine_record(records, self._baked).model_dump()
-                for graph in self._graphs[self._first]
-            },
-            "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
-        }))
+        manifest = Manifest.model_validate_json(
+            json.dumps(
+                {
+                    "schema_version": SCHEMA_VERSION,
+                    **about,
+                    "tokenizer": records["tokenizer"].files[0].model_dump(),
+                    "graphs": {
+                        graph.graph.name: graph.engine_record(records).model_dump()
+                        for graph in self._graphs[self._first]
+                    },
+                    "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
+                }
+            )
+        )
         return Product({}, {MANIFEST: manifest.model_dump_json(indent=1).encode()})
 
     def _about(self) -> dict[str, Any]:
@@ -150,7 +158,7 @@ class _Plan:
                 "fingerprint": checkpoint.fingerprint,
             },
             "dimensions": checkpoint.dimensions.model_dump(mode="json"),
-            "weight_files": [file.model_dump() for file in self._weights.files],
+            "weight_files": self._weights.files_json,
         }
 
 

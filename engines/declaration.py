@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,8 @@ import plugins
 from engines.store import Dtype, TensorRecord
 from export.binding import Binding, WeightInput
 from export.checkpoint import Checkpoint
-from export.checkpoint.expressions import Concat, Mapped, Stored, Weight
+from export.checkpoint.expressions import Stored, Weight
+from export.checkpoint.tree import COMPONENTS
 from export.graphs.graph import Axis, Graph, TensorSpec
 
 LIBRARIES = ("diffusers", "onnx", "onnxruntime", "onnxscript", "torch", "transformers")
@@ -41,7 +42,7 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
     structures = [_structures(graph, binding, i) for i in range(len(graph.weights))]
     for index, structure in enumerate(structures):
         odd = [name for name in structure if structure[name] != structures[0][name]]
-        if odd and not graph.weight_axes:
+        if odd:
             raise ValueError(f"graph {graph.name}: instance {index} makes {odd} in another way than instance 0")
     return {
         "name": graph.name,
@@ -57,17 +58,16 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
 
 def describe_checkpoint(checkpoint: Checkpoint, partition: str) -> dict[str, Any]:
     """The checkpoint's layout and every component's configuration."""
-    components = ("denoiser", "text_encoder", "video_vae", "audio_vae")
     return {
         "layout": checkpoint.layout,
         "dimensions": checkpoint.dimensions.model_dump(),
-        "configurations": {name: checkpoint.config(name, partition) for name in components},
+        "configurations": {name: checkpoint.config(name, partition) for name in COMPONENTS},
     }
 
 
 def describe_exporter() -> dict[str, Any]:
     """The exporter's own source and the versions of what it stands on."""
-    return {"source": source_hash(export, plugins), "versions": versions()}
+    return {"source": source_hash(_package_files(export) + _package_files(plugins)), "versions": versions()}
 
 
 def versions() -> dict[str, str]:
@@ -75,15 +75,16 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
-def source_hash(*modules: ModuleType) -> str:
-    """SHA-256 of the Python source of packages (all files in them) and modules."""
-    digest = hashlib.sha256()
-    for module in modules:
-        for root in module.__path__ if hasattr(module, "__path__") else [str(module.__file__)]:
-            for file in sorted(Path(root).rglob("*.py")) if Path(root).is_dir() else [Path(root)]:
-                digest.update(f"{module.__name__} {file.name} {file.stat().st_size}\n".encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
+def describe_backend(backend: ModuleType) -> dict[str, Any]:
+    """A backend's own source and the versions of what it stands on."""
+    return {"source": source_hash([Path(str(backend.__file__))]), "versions": versions()}
+
+
+def source_hash(files: list[Path]) -> str:
+    """SHA-256 of those files' names and content."""
+    return hashlib.sha256(
+        b"".join(f"{p.name} {p.stat().st_size}\n".encode() + p.read_bytes() for p in files)
+    ).hexdigest()
 
 
 def tensor_record(spec: TensorSpec | WeightInput) -> TensorRecord:
@@ -94,27 +95,33 @@ def tensor_record(spec: TensorSpec | WeightInput) -> TensorRecord:
 
 def axes(graph: Graph, binding: Binding) -> dict[str, Axis]:
     """Every named axis of the graph."""
-    specs = (*graph.inputs, *graph.outputs, *binding.inputs)
+    specs: tuple[TensorSpec | WeightInput, ...] = (*graph.inputs, *graph.outputs, *binding.inputs)
     return {d.name: d for spec in specs for d in spec.shape if isinstance(d, Axis)}
+
+
+def _package_files(package: ModuleType) -> list[Path]:
+    return [file for root in package.__path__ for file in sorted(Path(root).rglob("*.py"))]
 
 
 def _structures(graph: Graph, binding: Binding, instance: int) -> dict[str, Any]:
     names = {stored.key: name for name, stored in binding.instances[instance].items()}
-    return {parameter: _structure(weight, names)[0] for parameter, weight in sorted(graph.weights[instance].items())}
+    return {parameter: _structure(weight, names) for parameter, weight in sorted(graph.weights[instance].items())}
 
 
-def _structure(weight: Weight, names: Mapping[str, str]) -> tuple[list[Any], torch.Tensor]:
-    """How a parameter is made of stored tensors, and the parameter without data.
+def _structure(weight: Weight, names: Mapping[str, str]) -> list[Any]:
+    """How a parameter is made of stored tensors.
 
-    A view is told by the strides it gives: tensors split per head and tensors stacked have the same shapes.
+    An expression is told by its parts and the strides of its value, since its functions cannot be compared: tensors
+    split per head and tensors stacked have the same shapes.
     """
     if isinstance(weight, Stored):
-        return [names[weight.key]], torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    if isinstance(weight, Mapped):
-        source, tensor = _structure(weight.source, names)
-        view = weight.function(tensor)
-        return [source, list(view.shape), list(view.stride()), view.storage_offset()], view
-    if isinstance(weight, Concat):
-        parts = [_structure(part, names) for part in weight.parts]
-        return ["concat", *(part[0] for part in parts)], torch.cat([part[1] for part in parts])
-    raise TypeError(f"unknown weight expression {type(weight).__name__}")
+        return [names[weight.key]]
+    value = weight.evaluate(lambda stored: torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+    parts = [_structure(part, names) for part in _parts(weight)]
+    return [type(weight).__name__, parts, list(value.shape), list(value.stride()), value.storage_offset()]
+
+
+def _parts(weight: Weight) -> Iterator[Weight]:
+    """The expressions that an expression is made of."""
+    for value in vars(weight).values():
+        yield from (part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Weight))

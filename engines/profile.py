@@ -6,7 +6,7 @@ import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -21,6 +21,7 @@ _MEMORY_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 MOST_THREADS = 1024
 
 Partition = Literal["fl2va", "ref2va"]
+PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
 
 class ProfileError(ValueError):

@@ -29,6 +29,7 @@ Status = Literal["built", "reused", "failed"]
 RECORDS = "build"
 """Directory of the records and logs of a build, in the store."""
 
+
 @dataclass(frozen=True)
 class Product:
     """A step's result. `files` maps paths relative to the store to bytes; `{sha}` in a path becomes the bytes' hash,
@@ -120,21 +121,19 @@ class Ledger:
                 break
         return reports
 
-    def prune(self, steps: Iterable[Step]) -> None:
-        """Removes the records of steps that are no more, and the files that no record names."""
+    def prune(self, steps: Iterable[Step], directories: Iterable[str]) -> None:
+        """Removes the records of steps that are no more, and the files in `directories` that no record names."""
         names = {step.name for step in steps}
-        kept = set()
-        for path in self._record_files():
+        kept: set[Path] = set()
+        for path in sorted((self._root / RECORDS).glob("*.json")):
             record = _load(path)
             if path.stem in names and record is not None:
                 kept |= {self._root / file.path for file in record.files}
             else:
                 path.unlink()
                 self._log_file(path.stem).unlink(missing_ok=True)
-        directories = {path.parent for path in kept} - {self._root}
-        for path in [p for directory in directories for p in directory.iterdir()]:
-            if path not in kept:
-                path.unlink()
+        for directory in directories:
+            _remove_except(self._root / directory, kept)
 
     def _run(self, step: Step, records: Mapping[str, Record], force: bool) -> tuple[StepReport, Record]:
         started = time.monotonic()
@@ -173,9 +172,6 @@ class Ledger:
         seconds = time.monotonic() - started
         return StepReport(name, status, seconds, self._log_file(name), self._reproduce(name), facts)
 
-    def _record_files(self) -> list[Path]:
-        return sorted((self._root / RECORDS).glob("*.json"))
-
     def _record_file(self, name: str) -> Path:
         return self._root / RECORDS / f"{name}.json"
 
@@ -197,6 +193,16 @@ def _load(path: Path) -> Record | None:
 
 def _holds(path: Path, sha256: str) -> bool:
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+
+
+def _remove_except(directory: Path, kept: set[Path]) -> None:
+    """Removes the other files below, and directories that this leaves empty."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        if path.is_dir():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif path not in kept:
+            path.unlink()
 
 
 @contextmanager

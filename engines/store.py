@@ -24,7 +24,6 @@ SCHEMA_VERSION = 1
 """Changes when a manifest of the last version can no longer be read."""
 
 MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
 LOCK = ".lock"
 
 Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
@@ -69,14 +68,16 @@ class FileRecord(_Record):
 class EngineRecord(_Record):
     """One graph's engine.
 
-    `files[instance_files[i]]` is the file that instance i runs: bound weights need one file for all instances, baked
-    ones need one for each set of weight shapes. `key` is the hash of everything the files depend on. `difference` is
-    the largest measured |engine - torch eager| relative to the output's largest magnitude, at most `tolerance`.
+    `file` takes the weights of any instance as inputs. With a profile of baked weights, `baked[partition][instance]` is
+    what runs instead: its weights are external data whose locations are the bare names of the checkpoint's files.
+    `key` is the hash of everything that `file` depends on. `difference` is the largest measured |engine - torch eager|
+    relative to the output's largest magnitude, at most `tolerance`.
     """
 
     key: str
-    files: tuple[FileRecord, ...]
-    instance_files: tuple[int, ...]
+    file: FileRecord
+    baked: dict[Partition, tuple[FileRecord, ...]]
+    instances: int
     inputs: tuple[TensorRecord, ...]
     outputs: tuple[TensorRecord, ...]
     weights: tuple[TensorRecord, ...]
@@ -85,11 +86,6 @@ class EngineRecord(_Record):
     census: dict[str, int]
     tolerance: float
     difference: float
-
-    @property
-    def instances(self) -> int:
-        """How many sets of weights the graph runs with."""
-        return len(self.instance_files)
 
 
 class WeightFile(_Record):
@@ -179,12 +175,15 @@ class EngineStore:
             raise self._error(f"{path}: cannot be read: {error.strerror}") from error
         found = hashlib.sha256(data).hexdigest()
         if found != record.sha256:
-            raise self._error(f"{path}: is not the file that was built: SHA-256 {record.sha256} expected, {found} found")
+            raise self._error(
+                f"{path}: is not the file that was built: SHA-256 {record.sha256} expected, {found} found"
+            )
         return data
 
     def _files(self) -> list[FileRecord]:
-        engines = [file for engine in self.manifest.graphs.values() for file in engine.files]
-        return [self.manifest.tokenizer, *engines]
+        engines = self.manifest.graphs.values()
+        baked = [file for engine in engines for files in engine.baked.values() for file in files]
+        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked]
 
     def _verify_backend(self) -> None:
         package = self.manifest.profile.backend
@@ -259,15 +258,15 @@ def write_atomically(path: Path, data: bytes) -> None:
 def _read_manifest(root: Path) -> Manifest:
     path = root / MANIFEST
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}; to build, run: {rebuild_command()}") from error
-    outline = _outline(path, text)
+    outline = _outline(path, content)
     mend = f"to rebuild, run: {rebuild_command(outline.profile.name, outline.checkpoint.root)}"
     if outline.schema_version != SCHEMA_VERSION:
         raise StoreError(f"{path}: schema version {SCHEMA_VERSION} expected, {outline.schema_version} found; {mend}")
     try:
-        return Manifest.model_validate_json(text)
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -290,8 +289,8 @@ class _Outline(BaseModel):
     checkpoint: _OutlineCheckpoint
 
 
-def _outline(path: Path, text: str) -> _Outline:
+def _outline(path: Path, content: bytes) -> _Outline:
     try:
-        return _Outline.model_validate_json(text)
+        return _Outline.model_validate_json(content)
     except ValidationError as error:
         raise StoreError(f"{path}: is not a manifest; to rebuild, run: {rebuild_command()}") from error

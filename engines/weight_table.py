@@ -23,6 +23,11 @@ class WeightTable:
         """Where each weight of an instance lies."""
         return {name: Region(self._index[s.file], s.offset, tuple(s.shape)) for name, s in instance.items()}
 
+    @property
+    def files_json(self) -> list[Any]:
+        """The files as JSON values."""
+        return [file.model_dump() for file in self.files]
+
     def identities(self, instances: Iterable[Mapping[str, Stored]]) -> list[Any]:
         """What tells, without reading any data, that those instances have the weights that they had before."""
         paths: set[Path] = {stored.file for instance in instances for stored in instance.values()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Annotated
 import typer
 
 from h3trt import console, paths
-from h3trt.exits import CommandError
+from h3trt.console import Moment
+from h3trt.exits import CommandError, Exit
 
 # What the commands call is imported inside them: `h3trt --help` answers at once, and a serving host has no exporter.
 
@@ -46,7 +48,7 @@ def register(app: typer.Typer) -> None:
     checkpoint = typer.Typer(help="Make checkpoints for trials.", no_args_is_help=True)
     checkpoint.command("tiny")(tiny)
     app.add_typer(checkpoint, name="checkpoint")
-    for command in (export, engines, repo, inspect):
+    for command in (export, engines, repo, verify, inspect):
         app.command()(command)
 
 
@@ -86,11 +88,11 @@ def export(
 ) -> None:
     """Write every graph as ONNX, its weights as inputs, after comparing it with torch on the checkpoint's bytes."""
     import torch
-    from export.compare import compare
-    from export.graphs.t2va import check_consumption, t2va_graphs
 
     from export.checkpoint import Checkpoint
+    from export.compare import compare
     from export.emit import emit
+    from export.graphs.t2va import check_consumption, t2va_graphs
 
     opened = Checkpoint.open(checkpoint)
     graphs = t2va_graphs(opened, partition.value, getattr(torch, compute.value))
@@ -143,6 +145,38 @@ def repo(
     directory = out or paths.triton(profile) / "repository"
     models = render(store or paths.engine_store(profile), directory, RepositorySettings(queue))
     console.line(f"{directory}: {', '.join(model.name for model in models)}")
+
+
+def verify(
+    profile: ProfileOption = "cpu",
+    store: StoreOption = None,
+    forwards: Annotated[int, typer.Option(min=1, max=200, help="Denoiser evaluations of the compared clip.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the compared clip.")] = 42,
+    out: Annotated[Path, typer.Option(help="The JSON report to write.")] = paths.OUTPUT / "verify.json",
+) -> None:
+    """Compare the engines with torch and the whole pipeline with diffusers, on the engines' own checkpoint.
+
+    Takes a clip of 5 s at 256x256, the smallest that diffusers generates. Ends with exit code 6 if a number is over
+    its limit.
+    """
+    from h3trt.verify import verify as run
+
+    with console.steps() as progress:
+        numbers = itertools.count(1)
+        report = run(
+            store or paths.engine_store(profile),
+            forwards,
+            seed,
+            lambda check: progress(Moment(next(numbers), None, check.title, "ok" if check.passed else "over")),
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(report.to_json())
+    rows = [(c.group, c.name, f"{c.measured:.3g}", c.rule, "ok" if c.passed else "OVER") for c in report.checks]
+    console.table("verification", ("", "quantity", "measured", "limit", ""), rows)
+    console.line(f"{out}: {len(report.failed)} of {len(report.checks)} checks over their limit")
+    if report.failed:
+        names = ", ".join(check.title for check in report.failed)
+        raise CommandError(f"over the limit: {names}", Exit.VERIFICATION)
 
 
 def inspect(

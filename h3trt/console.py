@@ -16,12 +16,12 @@ Stages = Callable[[Mapping[str, Any]], None]
 
 
 class Step(Protocol):
-    """A step of a longer piece of work: its number from 1, how many there are, and "started" or how it ended."""
+    """A step of a longer piece of work: its number from 1, how many there are if known, and "started" or how it ended."""
 
     @property
     def index(self) -> int: ...
     @property
-    def total(self) -> int: ...
+    def total(self) -> int | None: ...
     @property
     def name(self) -> str: ...
     @property
@@ -33,7 +33,7 @@ class Moment:
     """A step as the commands themselves report it."""
 
     index: int
-    total: int
+    total: int | None
     name: str
     status: str
 

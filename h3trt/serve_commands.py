@@ -179,7 +179,8 @@ class _Local:
 @contextmanager
 def _server(profile: str, store: Path, queue: int, ports: Mapping[str, int]) -> Iterator[TritonServer]:
     """A ready server of the store, with its repository rendered anew. Raises StoreError and ServerError."""
-    from triton_repo.repository import PUBLIC_MODELS, RepositorySettings, render
+    from triton_repo.names import PUBLIC_MODELS
+    from triton_repo.repository import RepositorySettings, render
     from triton_repo.server import ServerSettings, TritonServer
 
     folder = paths.triton(profile)

@@ -174,9 +174,6 @@ class Mp4Writer:
     def _keep(self, stream: VideoStream | AudioStream, packets: list[Packet]) -> None:
         for packet in packets:
             packet.stream = stream
-            if stream is self._video:
-                # libx264 leaves it open, and the last frame's duration would be a guess of the muxer's.
-                packet.duration = 1
             self._packets.append(packet)
 
     def _check_open(self) -> None:
@@ -236,7 +233,6 @@ def _video_stream(container: OutputContainer, width: int, height: int, options: 
     context.thread_count = options.threads
     context.color_range, context.colorspace = ColorRange.MPEG, _AVC_BT709
     context.color_primaries, context.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
-    context.flags |= Flags.bitexact
     return stream
 
 
@@ -245,6 +241,7 @@ def _audio_stream(container: OutputContainer, sample_rate: int, options: MediaOp
     context = stream.codec_context
     context.bit_rate, context.profile = options.audio_bitrate, "LC"
     context.time_base = Fraction(1, sample_rate)
+    # Without it the encoder writes its version into the stream.
     context.flags |= Flags.bitexact
     return stream
 

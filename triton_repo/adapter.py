@@ -11,15 +11,17 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancelled
-from runtime.pipeline import Pipeline
 from runtime.request import RequestError, Resolved, parse_params
-from triton_repo.repository import STORE_PARAMETER
+from triton_repo.names import RUNNING_METRIC, STORE_PARAMETER
+
+if TYPE_CHECKING:
+    from runtime.pipeline import Pipeline
 
 
 class Model:
@@ -31,7 +33,7 @@ class Model:
         self.open(store_path(args))
         # Triton's own metrics count what waits for a model but not what runs in it; draining needs both.
         self._running_family = pb_utils.MetricFamily(
-            name="h3_running_requests",
+            name=RUNNING_METRIC,
             description="Requests that the model is working on",
             kind=pb_utils.MetricFamily.GAUGE,
         )

@@ -16,6 +16,8 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import InferenceServerException
 
+from triton_repo.names import ENSEMBLE, PREPARE, STREAM
+
 Progress = Callable[[Mapping[str, Any]], None]
 """Receives each progress event of a request as the server sent it."""
 
@@ -66,7 +68,7 @@ class Client:
 
     def resolve(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Mapping[str, Any]:
         """The request with every default and derived size filled in; nothing is generated. Raises ClientError."""
-        result = self._infer("h3_prepare", prompt, params, timeout)
+        result = self._infer(PREPARE, prompt, params, timeout)
         return json.loads(_text(result, "RESOLVED"))
 
     def generate_unary(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Generated:
@@ -74,7 +76,7 @@ class Client:
 
         `timeout` is in seconds. Raises ClientError.
         """
-        result = self._infer("h3", prompt, params, timeout)
+        result = self._infer(ENSEMBLE, prompt, params, timeout)
         return Generated(_bytes(result, "MP4"), json.loads(_text(result, "RESOLVED")))
 
     def generate(
@@ -105,23 +107,23 @@ class Client:
 
     @contextmanager
     def _stream(self, prompt: str, params: Mapping[str, Any]) -> Iterator[queue.SimpleQueue[_Message]]:
+        # A stream to nowhere would only say that it is broken; this call says why.
+        with _told():
+            self._client.is_server_live()
         messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._client.start_stream(lambda result, error: messages.put((result, error)), headers=STREAM_ERRORS_WITH_CODES)
         cancel = True
         try:
-            self._client.async_stream_infer("h3_stream", _inputs(prompt, params), enable_empty_final_response=True)
+            with _told():
+                self._client.async_stream_infer(STREAM, _inputs(prompt, params), enable_empty_final_response=True)
             yield messages
             cancel = False
-        except InferenceServerException as error:
-            raise _client_error(error) from error
         finally:
             self._client.stop_stream(cancel_requests=cancel)
 
     def _infer(self, model: str, prompt: str, params: Mapping[str, Any], timeout: float | None) -> InferResult:
-        try:
+        with _told():
             return self._client.infer(model, _inputs(prompt, params), client_timeout=timeout)
-        except InferenceServerException as error:
-            raise _client_error(error) from error
 
 
 _Message = tuple[InferResult | None, InferenceServerException | None]
@@ -174,7 +176,30 @@ def _text(result: InferResult, name: str) -> str:
     return _bytes(result, name).decode()
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turns tritonclient's errors into ours."""
+    try:
+        yield
+    except InferenceServerException as error:
+        raise _client_error(error) from error
+
+
 def _client_error(error: InferenceServerException) -> ClientError:
-    code = str(error.status()).removeprefix("StatusCode.")
-    known = {failure.value: failure for failure in Failure}
-    return ClientError(known.get(code, Failure.INTERNAL), error.message())
+    message = str(error.message())
+    if error.status() is not None:
+        code = str(error.status()).removeprefix("StatusCode.")
+        known = {failure.value: failure for failure in Failure} | {"NOT_FOUND": Failure.UNAVAILABLE}
+        failure = known.get(code, Failure.INTERNAL)
+    else:
+        failure = _uncoded_failure(message)
+    if failure is Failure.UNAVAILABLE and "connect" in message:
+        message = f"no server answers: {message}; start one with: h3trt serve"
+    return ClientError(failure, message)
+
+
+def _uncoded_failure(message: str) -> Failure:
+    """What Triton refuses before a model sees it comes over a stream without a code: tell it by its text."""
+    if "Exceeds maximum queue size" in message or "no available versions" in message or "timeout expired" in message:
+        return Failure.UNAVAILABLE
+    return Failure.INVALID if "input" in message else Failure.INTERNAL

@@ -6,6 +6,8 @@ import http.client
 import json
 import re
 
+from triton_repo.names import RUNNING_METRIC
+
 # What only the owner may ask for: with these a client could load code of its own or map the server's memory.
 RESTRICTED = "model-repository,shared-memory,trace,logging"
 HEADER = "h3trt-admin"
@@ -13,8 +15,8 @@ REQUEST_SECONDS = 10.0
 UNREACHABLE = (OSError, http.client.HTTPException)
 """What every call raises when the server does not answer."""
 
-WAITING, RUNNING = "nv_inference_pending_request_count", "h3_running_requests"
-"""Gauges of the requests that wait for a model (Triton's own) and that it works on (triton_repo.adapter's)."""
+WAITING_METRIC = "nv_inference_pending_request_count"
+"""Triton's gauge of the requests that wait for a model."""
 
 
 class Control:
@@ -41,7 +43,7 @@ class Control:
     def requests(self, model: str) -> int | None:
         """Requests that wait for the model or run in it; None for one that does not publish what runs in it."""
         _, text = self._call(self._metrics_address, "GET", "/metrics")
-        waiting, running = (_gauge(text, name, model) for name in (WAITING, RUNNING))
+        waiting, running = (_gauge(text, name, model) for name in (WAITING_METRIC, RUNNING_METRIC))
         return None if running is None else int(running + (waiting or 0))
 
     def _call(self, address: str, method: str, path: str) -> tuple[int, str]:

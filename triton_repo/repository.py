@@ -12,7 +12,6 @@ from importlib import resources
 from pathlib import Path
 
 from engines.store import EngineStore, Manifest
-
 from plugins.dimensions import AUDIO_CHANNELS
 from triton_repo import pbtxt
 from triton_repo.config import (
@@ -25,14 +24,7 @@ from triton_repo.config import (
     Resource,
     Tensor,
 )
-
-ENSEMBLE, STREAM = "h3", "h3_stream"
-PREPARE, ENCODE, DENOISE, DECODE = "h3_prepare", "h3_encode", "h3_denoise", "h3_decode"
-PUBLIC_MODELS = (ENSEMBLE, STREAM)
-"""The models that clients call; loading the ensemble brings the four stages with it."""
-
-STORE_PARAMETER = "store"
-"""The model parameter that holds the path of the engine store."""
+from triton_repo.names import DECODE, DENOISE, ENCODE, ENSEMBLE, PREPARE, STORE_PARAMETER, STREAM
 
 PROMPT = Tensor("PROMPT", DataType.STRING, (1,))
 PARAMS = Tensor("PARAMS", DataType.STRING, (1,))

@@ -9,7 +9,9 @@ LINES_SHOWN = 12
 _ERROR = re.compile(r'^\S+ E \d+ \S+\] "?(?P<text>.*?)"?$')
 # What every start on a machine without GPUs says, and the echo of a failure that is told before it.
 _HARMLESS = re.compile("CudaDriverHelper|NVML|DCGM|pinned memory|Unable to create stream|failed to stop server", re.I)
-_MODEL_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: \w+: (?P<text>.*)")
+_MODEL_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: \w+: (?:\w+: )?(?P<text>.*)")
+# How Triton's Python backend appends where an exception came from, which is for the log and not for its reader.
+_TRACE = r"\n\nAt:"
 _LOADED = re.compile(r"successfully loaded '(?P<model>[^']+)'")
 
 
@@ -38,8 +40,10 @@ def loaded_model(line: str) -> str | None:
 def failure(log: str) -> str:
     """Why a server failed: what its models said, else its error lines, else the end of its log."""
     errors = [match["text"] for line in log.splitlines() if (match := _ERROR.match(line))]
-    models = dict.fromkeys(
-        f"{found['model']}: {found['text']}" for text in errors if (found := _MODEL_FAILURE.search(text))
-    )
-    told = list(models) or [text for text in errors if not _HARMLESS.search(text)]
-    return "\n".join(told or [line for line in log.splitlines() if line.strip()][-LINES_SHOWN:])
+    told: dict[str, list[str]] = {}
+    for found in filter(None, map(_MODEL_FAILURE.search, errors)):
+        told.setdefault(found["text"].partition(_TRACE)[0], []).append(found["model"])
+    if told:
+        return "\n".join(f"{', '.join(dict.fromkeys(models))}: {text}" for text, models in told.items())
+    others = [text for text in errors if not _HARMLESS.search(text)]
+    return "\n".join(others or [line for line in log.splitlines() if line.strip()][-LINES_SHOWN:])

@@ -1,1 +1,1 @@
-"""Builders: (graph, profile) to an engine file. Needs the exporter; a serving host imports `engines.sessions` instead."""
+"""Builders: an emitted graph to an engine file. They need the exporter; a serving host imports `engines.sessions`."""

@@ -20,9 +20,6 @@ from plugins.op import DOMAIN
 MICROSOFT = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""
 
-EXTERNAL_LOCATION = "weights"
-"""Where a baked engine says that its weights are; no such file exists, the session is handed the bytes."""
-
 
 class LoweringError(ValueError):
     """A model that cannot become an engine of this backend; says graph, node and rule."""
@@ -47,17 +44,6 @@ def lower(model: onnx.ModelProto) -> onnx.ModelProto:
     del lowered.opset_import[:]
     lowered.opset_import.extend(kept)
     return lowered
-
-
-def bake(engine: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """The engine with those weights as external initialisers instead of inputs; it fits every instance of that shape."""
-    baked = onnx.ModelProto()
-    baked.CopyFrom(engine)
-    inputs = {value.name: value for value in engine.graph.input}
-    del baked.graph.input[:]
-    baked.graph.input.extend(value for name, value in inputs.items() if name not in shapes)
-    baked.graph.initializer.extend(_external(inputs[name], shape) for name, shape in shapes.items())
-    return baked
 
 
 def check(engine: onnx.ModelProto, emitted: onnx.ModelProto) -> dict[str, int]:
@@ -105,27 +91,32 @@ def _multi_head_attention(
 ) -> list[onnx.NodeProto]:
     """Nodes from query, key, value [B, H, S, d] to the result [B, H, S, d].
 
-    The kernel wants the query as [B, S, H * d] and takes key and value as they are; it returns [B, S, H * d].
+    The kernel streams only where all three come as [B, S, H * d] (it takes key and value as [B, H, S, d] too, but then
+    makes the whole score matrix); it returns [B, S, H * d].
     """
     (query, key, value), (result,) = node.input, node.output
     heads, size = _heads(model, query, shapes)
     scale = next(a.f for a in node.attribute if a.name == "scale")
     joined, split = f"{result}_joined_shape", f"{result}_split_shape"
+    rows = [f"{result}_{role}" for role in ("query", "key", "value")]
+    attention = helper.make_node(
+        "MultiHeadAttention", rows, [f"{result}_joined"], domain=MICROSOFT, num_heads=heads, scale=scale
+    )
     return [
         _int64s(joined, [0, 0, heads * size]),
         _int64s(split, [0, 0, heads, size]),
-        helper.make_node("Transpose", [query], [f"{result}_query_rows"], perm=[0, 2, 1, 3]),
-        helper.make_node("Reshape", [f"{result}_query_rows", joined], [f"{result}_query"]),
-        helper.make_node(
-            "MultiHeadAttention",
-            [f"{result}_query", key, value],
-            [f"{result}_joined"],
-            domain=MICROSOFT,
-            num_heads=heads,
-            scale=scale,
-        ),
-        helper.make_node("Reshape", [f"{result}_joined", split], [f"{result}_rows"]),
-        helper.make_node("Transpose", [f"{result}_rows"], [result], perm=[0, 2, 1, 3]),
+        *(n for x, y in zip((query, key, value), rows, strict=True) for n in _join_heads(x, y, joined)),
+        attention,
+        helper.make_node("Reshape", [f"{result}_joined", split], [f"{result}_split"]),
+        helper.make_node("Transpose", [f"{result}_split"], [result], perm=[0, 2, 1, 3]),
+    ]
+
+
+def _join_heads(tensor: str, rows: str, shape: str) -> list[onnx.NodeProto]:
+    """Nodes from [B, H, S, d] to [B, S, H * d]; the transposition cancels the one that made the heads."""
+    return [
+        helper.make_node("Transpose", [tensor], [f"{rows}_split"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", [f"{rows}_split", shape], [rows]),
     ]
 
 
@@ -153,15 +144,3 @@ def _shapes(model: onnx.ModelProto) -> dict[str, tuple[int | None, ...]]:
 def _int64s(name: str, values: list[int]) -> onnx.NodeProto:
     tensor = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
     return helper.make_node("Constant", [], [name], value=tensor)
-
-
-def _external(weight: onnx.ValueInfoProto, shape: tuple[int, ...]) -> TensorProto:
-    dtype = weight.type.tensor_type.elem_type
-    items = helper.tensor_dtype_to_np_dtype(dtype).itemsize
-    tensor = TensorProto(name=weight.name, data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
-    length = items
-    for size in shape:
-        length *= size
-    for key, value in (("location", EXTERNAL_LOCATION), ("offset", "0"), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
-    return tensor

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import onnxruntime as ort
 import torch
+from numpy.typing import NDArray
 
 from engines.sessions.dtypes import TORCH
 from engines.sessions.onnxruntime import Session, run_options
 from engines.sessions.weights import MappedWeights
-from engines.store import EngineRecord, EngineStore, Manifest, Partition, Region, TensorRecord
+from engines.store import EngineRecord, EngineStore, FileRecord, Manifest, Partition, Region, TensorRecord
 
 
 class EngineInputError(ValueError):
     """A call that does not fit the engine; says graph, name, what was expected and what was found."""
+
+
+class _Key(NamedTuple):
+    """What a session or a set of weights is for; an engine with bound weights is for all partitions and instances."""
+
+    graph: str
+    partition: Partition | None = None
+    instance: int | None = None
 
 
 class EngineSet:
@@ -28,13 +39,13 @@ class EngineSet:
     def __init__(self, store: EngineStore, graphs: Iterable[str], partitions: Iterable[Partition]) -> None:
         self.manifest: Manifest = store.manifest
         # Read now: the next build may replace the store's files while this set is in use.
-        self._engines = {name: [store.read(f) for f in self.manifest.graphs[name].files] for name in graphs}
-        self._partitions = frozenset(partitions)
         self._baked = self.manifest.profile.weights == "baked"
+        self._partitions = tuple(partitions)
+        self._engines = {key: store.read(file) for key, file in self._files(graphs)}
         self._threads = self.manifest.profile.thread_count()
         self._mapped = MappedWeights(self.manifest.weight_files)
-        self._weights: dict[tuple[str, str, int], dict[str, ort.OrtValue]] = {}
-        self._sessions: dict[tuple[str, ...] | tuple[str, str, int], Session] = {}
+        self._weights: dict[_Key, dict[str, ort.OrtValue]] = {}
+        self._sessions: dict[_Key, Session] = {}
         self._lock = threading.Lock()
         self._running: ort.RunOptions | None = None
 
@@ -52,12 +63,10 @@ class EngineSet:
         """
         opened = store if isinstance(store, EngineStore) else EngineStore.open(store)
         manifest = opened.manifest
-        known = list(manifest.graphs), list(manifest.bindings)
-        chosen = list(graphs or known[0]), list(partitions or known[1])
-        for kind, wanted, present in zip(("graph", "partition"), chosen, known, strict=True):
-            for name in wanted:
-                _require(name in present, f"{kind} {name!r} is not in {opened.root}; it has: {', '.join(present)}")
-        return EngineSet(opened, *chosen)
+        chosen_graphs, chosen_partitions = list(graphs or manifest.graphs), list(partitions or manifest.bindings)
+        _check_present("graph", chosen_graphs, manifest.graphs, opened.root)
+        _check_present("partition", chosen_partitions, manifest.bindings, opened.root)
+        return EngineSet(opened, chosen_graphs, chosen_partitions)
 
     def run(
         self,
@@ -93,17 +102,29 @@ class EngineSet:
         if running is not None:
             running.terminate = True
 
+    def _files(self, graphs: Iterable[str]) -> Iterator[tuple[_Key, FileRecord]]:
+        for name in graphs:
+            engine = self.manifest.graphs[name]
+            if self._baked:
+                yield from ((_Key(name, p, i), f) for p in self._partitions for i, f in enumerate(engine.baked[p]))
+            else:
+                yield _Key(name), engine.file
+
     def _session(self, graph: str, instance: int, partition: Partition) -> Session:
-        """One session a graph, shared by its instances; with baked weights one for each instance."""
-        key = (partition, graph, instance) if self._baked else (graph,)
+        """One session a graph, shared by all instances; with baked weights one for each of them."""
+        key = _Key(graph, partition, instance) if self._baked else _Key(graph)
         if key not in self._sessions:
-            engine = self._engines[graph][self.manifest.graphs[graph].instance_files[instance]]
-            constants = self._bound(graph, instance, partition) if self._baked else {}
-            self._sessions[key] = Session(engine, self._threads, constants)
+            files = self._weight_files(graph, instance, partition) if self._baked else {}
+            self._sessions[key] = Session(self._engines[key], self._threads, files)
         return self._sessions[key]
 
+    def _weight_files(self, graph: str, instance: int, partition: Partition) -> dict[str, NDArray[np.uint8]]:
+        """The files that a baked engine's weights lie in, by the location it names them with."""
+        used = {region.file for region in self.manifest.bindings[partition][graph][instance].values()}
+        return {Path(self.manifest.weight_files[i].path).name: self._mapped.file(i) for i in sorted(used)}
+
     def _bound(self, graph: str, instance: int, partition: Partition) -> dict[str, ort.OrtValue]:
-        key = (partition, graph, instance)
+        key = _Key(graph, partition, instance)
         if key not in self._weights:
             regions: Mapping[str, Region] = self.manifest.bindings[partition][graph][instance]
             weights = self.manifest.graphs[graph].weights
@@ -111,11 +132,18 @@ class EngineSet:
         return self._weights[key]
 
     def _check_target(self, graph: str, instance: int, partition: Partition) -> None:
-        _require(graph in self._engines, f"graph {graph!r} is not open; open graphs: {', '.join(self._engines)}")
-        known = ", ".join(sorted(self._partitions))
+        opened = sorted({key.graph for key in self._engines})
+        _require(graph in opened, f"graph {graph!r} is not open; open graphs: {', '.join(opened)}")
+        known = ", ".join(self._partitions)
         _require(partition in self._partitions, f"partition {partition!r} is not open; open partitions: {known}")
         count = self.manifest.graphs[graph].instances
         _require(0 <= instance < count, f"graph {graph}: instance {instance}: must be from 0 to {count - 1}")
+
+
+def _check_present(kind: str, wanted: Iterable[str], present: Iterable[str], store: Path) -> None:
+    known = list(present)
+    for name in wanted:
+        _require(name in known, f"{kind} {name!r} is not in {store}; it has: {', '.join(known)}")
 
 
 def _check_inputs(graph: str, engine: EngineRecord, inputs: Mapping[str, torch.Tensor]) -> None:

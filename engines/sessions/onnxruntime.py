@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
+import numpy as np
 import onnxruntime as ort
 import torch
+from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from engines.sessions.dtypes import ONNX_TYPE, TORCH
@@ -22,14 +25,15 @@ class Interrupted(RuntimeError):
 
 
 class Session:
-    """A loaded engine. `constants` are the weights of an engine that holds them as external initialisers."""
+    """A loaded engine. `files` are those that its external data lie in, by location; they are read at once."""
 
-    def __init__(self, engine: bytes, threads: int, constants: Mapping[str, ort.OrtValue]) -> None:
+    def __init__(
+        self, engine: bytes, threads: int, files: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
+    ) -> None:
         options = session_options(threads)
-        if constants:
-            options.add_external_initializers(list(constants), list(constants.values()))
-        # Where ONNX Runtime need not transform a constant it goes on reading the mapped bytes.
-        self._constants = constants
+        if files:
+            sizes = [data.size for data in files.values()]
+            options.add_external_initializers_from_files_in_memory(list(files), list(files.values()), sizes)
         self._session = ort.InferenceSession(engine, options, providers=["CPUExecutionProvider"])
         self._outputs = [output.name for output in self._session.get_outputs()]
 
@@ -67,7 +71,7 @@ def session_options(threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    # Spinning threads of one process would take the processors from another's: encoder, denoiser and decoder share them.
+    # Encoder, denoiser and decoder are processes that share the processors: a spinning thread holds one for nothing.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 

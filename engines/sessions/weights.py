@@ -1,4 +1,4 @@
-"""The checkpoint's bytes as ONNX Runtime values: memory-mapped, never copied, shared by every session that binds them."""
+"""The checkpoint's bytes as ONNX Runtime values: memory-mapped, not copied, shared by all sessions that bind them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class MappedWeights:
         A tensor that does not start at a multiple of its item size (a file may hold an odd number of 16-bit items
         before 32-bit ones) is copied: kernels may read items whole.
         """
-        data = self._map(region.file)[region.offset : region.offset + region.nbytes(dtype)]
+        data = self.file(region.file)[region.offset : region.offset + region.nbytes(dtype)]
         items = data.view(STORAGE[dtype]).reshape(region.shape)
         return items if items.flags.aligned else items.copy()
 
-    def _map(self, index: int) -> NDArray[np.uint8]:
+    def file(self, index: int) -> NDArray[np.uint8]:
+        """All bytes of one of the manifest's weight files."""
         if index not in self._maps:
             self._maps[index] = np.memmap(self._files[index].path, dtype=np.uint8, mode="r")
         return self._maps[index]

@@ -1,4 +1,4 @@
-"""One component of a checkpoint: its configuration, its tensors as stored and its parameters, checked against each other."""
+"""One component of a checkpoint: configuration, stored tensors and parameters, checked against each other."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from export.checkpoint.components import audio_vae, configuration, denoiser, text_encoder, video_vae
 from export.checkpoint.errors import CheckpointError
-from export.checkpoint.expressions import Stored, Weight
+from export.checkpoint.expressions import Weight
 from export.checkpoint.recipes import QKVLayout, Recipe, expression, native_declarations
 from export.checkpoint.safetensors_file import DTYPE_NAMES, Declared
-from export.checkpoint.shards import ComponentFiles, read_files, read_json
+from export.checkpoint.shards import ComponentFiles, read_files
+from export.checkpoint.strict_json import read_object
 from export.checkpoint.tree import Component, LayoutName, Place
 
 Config = denoiser.DenoiserConfig | text_encoder.TextEncoderConfig | video_vae.VideoVAEConfig | audio_vae.AudioVAEConfig
@@ -61,11 +62,11 @@ def _read_config(
     component: Component, layout: LayoutName, directory: Path
 ) -> tuple[Config, dict[str, Any], tuple[Path, ...]]:
     file = directory / "config.json"
-    values = read_json(file)
+    values = read_object(file)
     if component == "text_encoder":
         arguments = text_encoder.constructor_arguments(values)
         return configuration.parse(text_encoder.TextEncoderConfig, arguments, file), arguments, (file,)
-    files = (file,)
+    files: tuple[Path, ...] = (file,)
     if layout == "diffusers":
         arguments = configuration.constructor_arguments(values)
     else:
@@ -85,9 +86,9 @@ def _translate(component: Component, values: dict[str, Any], file: Path) -> tupl
         return denoiser.from_native(values, file), (file,)
     if component == "video_vae":
         source = file.parent / "source" / "config.json"
-        return video_vae.from_native(values, file, read_json(source), source), (file, source)
+        return video_vae.from_native(values, file, read_object(source), source), (file, source)
     metadata = file.parent / "metadata.json"
-    return audio_vae.from_native(values, file, read_json(metadata), metadata), (file, metadata)
+    return audio_vae.from_native(values, file, read_object(metadata), metadata), (file, metadata)
 
 
 def _expect(config: Config, layout: LayoutName) -> _Expectation:
@@ -107,11 +108,10 @@ def _expect(config: Config, layout: LayoutName) -> _Expectation:
 
 
 def _check(files: ComponentFiles, expected: Mapping[str, Declared]) -> None:
-    listing = files.directory if len(files.headers) > 1 else files.headers[0].file
     for key, declared in expected.items():
         stored = files.tensors.get(key)
         if stored is None:
-            raise CheckpointError(listing, key, declared, "no such tensor")
+            raise CheckpointError(files.listing, key, declared, "no such tensor")
         found = Declared(stored.shape, stored.dtype)
         if declared.dtype != found.dtype or declared.shape not in (None, found.shape):
             raise CheckpointError(stored.file, key, declared, found)
@@ -125,9 +125,9 @@ def _qkv_layout(files: ComponentFiles, recipes: Mapping[str, Recipe] | None) -> 
     """Row order of fused projections: the release interleaves heads; an artifact that stacks them must say so."""
     if recipes is None:
         return "split"
-    declared = files.declared("qkv_layout") or "interleaved"
+    named = files.declared("qkv_layout") or "interleaved"
     for layout in FUSED_LAYOUTS:
-        if declared == layout:
+        if named == layout:
             return layout
     file = files.headers[0].file
-    raise CheckpointError(file, "__metadata__.qkv_layout", " or ".join(FUSED_LAYOUTS), repr(declared))
+    raise CheckpointError(file, "__metadata__.qkv_layout", " or ".join(FUSED_LAYOUTS), repr(named))

@@ -19,6 +19,7 @@ import torch
 
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Stored
+from export.checkpoint.strict_json import parse_object
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; a larger length means that the file is not safetensors."""
@@ -75,7 +76,9 @@ def read_header(file: Path) -> Header:
         raise CheckpointError(file, "file", "a safetensors file", "no such file")
     size = file.stat().st_size
     raw = _header_bytes(file, size)
-    table = _parse(file, raw)
+    table = parse_object(file, "header", raw)
+    if not raw.startswith(b"{"):
+        raise CheckpointError(file, "header", "a JSON object from its first byte", repr(raw[:16]))
     metadata = _metadata(file, table.pop("__metadata__", {}))
     start = 8 + len(raw)
     tensors = {key: _tensor(file, key, entry, start) for key, entry in table.items()}
@@ -93,23 +96,6 @@ def _header_bytes(file: Path, size: int) -> bytes:
         if length > size - 8:
             raise CheckpointError(file, "header", f"{length} bytes", f"a file truncated after {size - 8} of them")
         return stream.read(length)
-
-
-def _parse(file: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) < len(keys) else None
-        if twice is not None:
-            raise CheckpointError(file, twice, "one entry", "the key twice in the header")
-        return dict(pairs)
-
-    try:
-        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(file, "header", "a JSON object in UTF-8", error) from error
-    if not raw.startswith(b"{") or not isinstance(table, dict):
-        raise CheckpointError(file, "header", "a JSON object", repr(raw[:16]))
-    return table
 
 
 def _metadata(file: Path, metadata: Any) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from typing import Any
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Stored
 from export.checkpoint.safetensors_file import Header, read_header
+from export.checkpoint.strict_json import read_object, section
 
 
 @dataclass(frozen=True)
 class ComponentFiles:
-    """The safetensors files of one component and the tensors in them, by their stored keys."""
+    """The safetensors files of one component and the tensors in them, by stored key. `listing` names the keys."""
 
-    directory: Path
+    listing: Path
     headers: tuple[Header, ...]
     tensors: Mapping[str, Stored]
 
@@ -36,23 +36,6 @@ class ComponentFiles:
         return holders[0].metadata[name] if holders else None
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        CheckpointError: the file is missing, or is not a JSON object.
-    """
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(file, "file", "a JSON file", "no such file") from error
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(file, "file", "a JSON object", error) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(file, "file", "a JSON object", type(value).__name__)
-    return value
-
-
 def read_files(directory: Path, stem: str) -> ComponentFiles:
     """Reads `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists.
 
@@ -68,14 +51,12 @@ def read_files(directory: Path, stem: str) -> ComponentFiles:
         names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else "no such directory"
         raise CheckpointError(directory, stem, f"{single.name} or {index.name} (safetensors only)", names)
     header = read_header(single)
-    return ComponentFiles(directory, (header,), header.tensors)
+    return ComponentFiles(single, (header,), header.tensors)
 
 
 def _read_shards(directory: Path, stem: str, index: Path) -> ComponentFiles:
-    contents = read_json(index)
-    placement = contents.get("weight_map")
-    if not isinstance(placement, dict) or not placement:
-        raise CheckpointError(index, "weight_map", "an object of tensor name -> shard", repr(placement)[:80])
+    contents = read_object(index)
+    placement = section(contents, "weight_map", index)
     names = sorted({_shard_name(index, key, name) for key, name in placement.items()})
     _refuse_unlisted_shards(directory, stem, index, names)
     headers = tuple(read_header(directory / name) for name in names)
@@ -90,7 +71,7 @@ def _read_shards(directory: Path, stem: str, index: Path) -> ComponentFiles:
         if key not in tensors:
             raise CheckpointError(directory / name, key, f"the tensor, as {index.name} says", "no such tensor")
     _check_total(index, contents, sum(stored.nbytes for stored in tensors.values()))
-    return ComponentFiles(directory, headers, tensors)
+    return ComponentFiles(index, headers, tensors)
 
 
 def _shard_name(index: Path, key: str, name: Any) -> str:
@@ -104,7 +85,9 @@ def _refuse_unlisted_shards(directory: Path, stem: str, index: Path, names: list
     pattern = re.compile(re.escape(stem) + r"-\d{5}-of-\d{5}\.safetensors")
     unlisted = {path.name for path in directory.iterdir() if pattern.fullmatch(path.name)} - set(names)
     if unlisted:
-        raise CheckpointError(index, "weight_map", f"every shard in {directory.name}/", f"no mention of {min(unlisted)}")
+        raise CheckpointError(
+            index, "weight_map", f"every shard in {directory.name}/", f"no mention of {min(unlisted)}"
+        )
 
 
 def _check_total(index: Path, contents: Mapping[str, Any], nbytes: int) -> None:

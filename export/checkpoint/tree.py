@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from export.checkpoint.errors import CheckpointError
-from export.checkpoint.shards import read_json
+from export.checkpoint.strict_json import read_object, section
 
 LayoutName = Literal["native", "diffusers"]
 Component = Literal["denoiser", "text_encoder", "video_vae", "audio_vae"]
@@ -29,11 +30,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Tree:
-    """A checkpoint directory whose layout is known. `folders` maps the partitions present to native partition roots."""
+    """A checkpoint directory whose layout is known. `folders` maps each partition present to the root of its parts."""
 
     root: Path
     layout: LayoutName
-    folders: dict[str, Path]
+    folders: Mapping[str, Path]
 
     @property
     def partitions(self) -> tuple[str, ...]:
@@ -41,32 +42,29 @@ class Tree:
         return tuple(self.folders)
 
     def place(self, component: Component, partition: str) -> Place:
-        """Where a component lies. A Ref2VA tree may hold only its transformer; the rest is then FL2VA's.
+        """Where a component of a partition lies.
 
-        Raises:
-            CheckpointError: the partition is not in this checkpoint.
+        A native Ref2VA tree may hold its transformer alone; the other components, equal in both, are then FL2VA's.
         """
-        if partition not in self.folders:
-            raise CheckpointError(self.root, "partition", f"one of {', '.join(self.folders)}", partition)
         if self.layout == "diffusers":
             return _diffusers_place(self.root, component, partition)
         own = _native_place(self.folders[partition], component)
-        return own if own.config.exists() else _native_place(next(iter(self.folders.values())), component)
+        if component == "denoiser" or own.config.is_dir():
+            return own
+        return _native_place(next(iter(self.folders.values())), component)
 
+    @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer.json that prompts are encoded with.
+        """The tokenizer.json that prompts are encoded with."""
+        return next(iter(self.folders.values())) / "tokenizer" / "tokenizer.json"
 
-        Raises:
-            CheckpointError: it is not there.
-        """
-        file = next(iter(self.folders.values())) / "tokenizer" / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(file, "file", "the tokenizer", "no such file")
-        return file
-
-    def model_index(self, partition: str) -> Path:
-        """The model_index.json of a partition (of the root, in the diffusers layout)."""
-        return self.folders[partition] / "model_index.json"
+    def schedule_files(self, partition: str) -> tuple[Path, Path]:
+        """The files that declare the sigma shifts of the video and of the audio schedule (native: one file)."""
+        if self.layout == "native":
+            file = self.folders[partition] / "model_index.json"
+            return file, file
+        video, audio = (self.root / name / "scheduler_config.json" for name in ("scheduler", "audio_scheduler"))
+        return video, audio
 
 
 def _diffusers_place(root: Path, component: Component, partition: str) -> Place:
@@ -84,29 +82,51 @@ def _native_place(root: Path, component: Component) -> Place:
 def find_tree(root: Path) -> Tree:
     """Recognises a checkpoint directory.
 
-    Accepted are a diffusers root (with a `transformer/` or `transformer_ref/`), a native root (with `FL2VA/` or
-    `Ref2VA/`), and one native partition itself. Where a download holds both layouts side by side, the diffusers one
-    is taken: both describe the same model, and a partition folder may be named to get the native one.
+    Accepted are a diffusers root (with `transformer/` or `transformer_ref/`), a native root (with `FL2VA/` or
+    `Ref2VA/`), and one native partition by itself. Where a download holds both layouts side by side the diffusers one
+    is taken: both describe the same model, and a partition's folder may be named to get the native one.
 
     Raises:
-        CheckpointError: it is none of them.
+        CheckpointError: it is none of them, the tokenizer is missing, or a folder holds another partition than it says.
     """
     if not root.is_dir():
         raise CheckpointError(root, "checkpoint", "a directory", "no such directory")
-    if (root / "audio_vae" / "metadata.json").is_file() or (root / "video_vae").is_dir():
-        return _single_partition(root)
+    tree = _recognise(root)
+    if not tree.tokenizer_file.is_file():
+        raise CheckpointError(tree.tokenizer_file, "file", "the tokenizer", "no such file")
+    return tree
+
+
+def _recognise(root: Path) -> Tree:
+    if (root / "video_vae").is_dir():
+        return Tree(root, "native", {_declared_partition(root): root})
     diffusers = {name: root for name, folder in DENOISER_FOLDERS.items() if (root / folder).is_dir()}
     if diffusers:
         return Tree(root, "diffusers", diffusers)
     native = {name: root / folder for name, folder in NATIVE_FOLDERS.items() if (root / folder).is_dir()}
-    if native:
-        return Tree(root, "native", native)
-    wanted = "FL2VA/ or Ref2VA/ (native), or transformer/ (diffusers)"
-    raise CheckpointError(root, "layout", wanted, sorted(path.name for path in root.iterdir())[:20])
+    if not native:
+        wanted = "FL2VA/ or Ref2VA/ (native), or transformer/ (diffusers)"
+        raise CheckpointError(root, "layout", wanted, sorted(path.name for path in root.iterdir())[:20])
+    for name, folder in native.items():
+        if _declared_partition(folder) != name:
+            file = folder / "model_index.json"
+            raise CheckpointError(file, "_minimax_h3.partition", repr(name), repr(_declared_partition(folder)))
+    return Tree(root, "native", native)
 
 
-def _single_partition(root: Path) -> Tree:
-    declared = read_json(root / "model_index.json").get("_minimax_h3", {}).get("partition")
+def native_declaration(folder: Path) -> dict[str, Any]:
+    """The `_minimax_h3` object of a native partition's model_index.json.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    file = folder / "model_index.json"
+    return section(read_object(file), "_minimax_h3", file)
+
+
+def _declared_partition(folder: Path) -> str:
+    declared = native_declaration(folder).get("partition")
     if declared not in PARTITIONS:
-        raise CheckpointError(root / "model_index.json", "_minimax_h3.partition", " or ".join(PARTITIONS), declared)
-    return Tree(root, "native", {declared: root})
+        file = folder / "model_index.json"
+        raise CheckpointError(file, "_minimax_h3.partition", " or ".join(PARTITIONS), repr(declared))
+    return str(declared)

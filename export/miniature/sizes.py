@@ -88,7 +88,7 @@ def miniature(special_ids: dict[str, int], vocab: int) -> Sizes:
     Kept: head_dim 128 and 8 heads (so that 8 ranks are possible), the rotary split, channels and patches of both
     latents, clip and tile sizes, 50 conditioning layers of more, grouped key/value heads, the audio rates.
     """
-    text = {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 16, "intermediate_size": 96}
+    text = {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 16, "intermediate_size": 64}
     text |= {"num_hidden_layers": 52, "vocab_size": vocab}
     vision = {"depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
     vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1, 2]}
@@ -97,7 +97,7 @@ def miniature(special_ids: dict[str, int], vocab: int) -> Sizes:
             num_attention_heads=8,
             hidden_size=192,
             num_layers=2,
-            ffn_dim=384,
+            ffn_dim=256,
             text_dim=64,
             time_embed_hidden_dim=128,
             time_embed_dim=64,

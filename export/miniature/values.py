@@ -21,7 +21,7 @@ from plugins.dimensions import AUDIO_TAG, MODALITIES, TEXT_TAG, VIDEO_TAG
 SILU_RMS = 0.6
 """RMS of silu(x) for x ~ N(0, 1); also about that of up * silu(gate)."""
 
-ROUTED_GAIN = 2.0
+ROUTED_GAIN = 2.5
 """How far the routed heads' queries and keys lean towards each other, in units of their own spread."""
 
 Values = dict[str, torch.Tensor]
@@ -72,13 +72,14 @@ def _denoiser_rule(name: str, shape: tuple[int, ...]) -> Normal:
         "time_embedder.linear_1.weight": math.sqrt(2.0),
         "time_embedder.linear_2.weight": 1 / SILU_RMS,
         "norm_out.linear.weight": 0.2 / SILU_RMS,
-        "proj_out.weight": 0.7,
-        "audio_proj_out.weight": 0.7,
     }
     if name.endswith("adaln_proj.linear.weight"):
         return Normal(0.0, 0.2 / SILU_RMS * _fan_in(shape))
     if name.endswith("ff.net.2.weight"):
         return Normal(0.0, _fan_in(shape) / SILU_RMS)
+    if name.endswith("to_v.weight"):
+        # An average over the attended rows is smaller than each of them.
+        return Normal(0.0, 2 * _fan_in(shape))
     return Normal(0.0, gains.get(name, 1.0) * _fan_in(shape))
 
 
@@ -93,7 +94,7 @@ def _route(values: Values, prefix: str, config: denoiser.DenoiserConfig, draw: D
     bias = values[f"{prefix}.adaln_proj.linear.bias"].float().view(MODALITIES, 6, width)
     for tag, mark in ((TEXT_TAG, text), (VIDEO_TAG, media), (AUDIO_TAG, media)):
         bias[tag, 0] += mark
-        bias[tag, 2] += 0.7
+        bias[tag, 2] += 1.0
         bias[tag, 5] += 0.7
     routed = {f"{prefix}.adaln_proj.linear.bias": bias.flatten()}
     plain = 6 * config.rope_freq_dim
@@ -118,8 +119,8 @@ def text_encoder_values(config: text_encoder.TextEncoderConfig, draw: Draw) -> V
             return Normal(0.0, 0.1)
         if "embed_tokens" in name or "pos_embed" in name:
             return Normal(0.0, 1.0)
-        branch = name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight", "blocks.linear_fc2.weight"))
-        return Normal(0.0, (0.2 if branch else 1.0) * _fan_in(shape))
+        branch = name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight", ".mlp.linear_fc2.weight"))
+        return Normal(0.0, (0.35 if branch else 1.0) * _fan_in(shape))
 
     return _fill(text_encoder.tensors(config), draw, rule)
 
@@ -141,7 +142,7 @@ def _video_vae_rule(name: str, shape: tuple[int, ...]) -> Normal:
         return Normal(0.0, 0.1)
     if name == "decoder.register_tokens":
         return Normal(0.0, 1.0)
-    gains = {"decoder.proj_in.weight": 0.5, "decoder.proj_out.weight": 0.5, "post_quant_conv.weight": 1.0}
+    gains = {"decoder.proj_in.weight": 0.5, "decoder.proj_out.weight": 0.5}
     gain = 0.5 if name.endswith(".conv2.weight") else gains.get(name, 1.0)
     return Normal(0.0, gain * _fan_in(shape))
 
@@ -171,7 +172,7 @@ def _audio_vae_rule(name: str, shape: tuple[int, ...]) -> Normal:
         return Normal(1.0, 0.1)
     if name.endswith(".weight_g"):
         gain = 0.3 if ".convs2." in name or ".block.3.weight_g" in name else 1.0
-        gain = 0.2 if name.startswith("decoder.conv_post") else gain
+        gain = 0.15 if name.startswith("decoder.conv_post") else gain
         return Normal(gain, 0.05 * gain)
     if name.endswith(".weight_v"):
         return Normal(0.0, _fan_in(shape))

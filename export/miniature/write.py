@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from export.checkpoint.components import audio_vae, denoiser, text_encoder, video_vae
-from export.checkpoint.hashes import SUMS, write_sums
+from export.checkpoint.hashes import write_sums
 from export.checkpoint.recipes import native_declarations, to_native
 from export.checkpoint.safetensors_file import Declared, write_sparse, write_tensors
 from export.checkpoint.tree import DENOISER_FOLDERS, NATIVE_FOLDERS, PARTITIONS, LayoutName
@@ -55,8 +57,8 @@ class Writer:
         recipes = denoiser.recipes(config)
         if drawn is not None:
             drawn = to_native(drawn, recipes)
-            steps = torch.arange(config.rope_freq_dim, dtype=torch.float32)
-            drawn["rope.inv_freq"] = config.rope_theta ** (-steps / config.rope_freq_dim)
+            count = config.rope_freq_dim
+            drawn["rope.inv_freq"] = torch.tensor([config.rope_theta ** (-step / count) for step in range(count)])
         native = native_declarations(declared, recipes) | denoiser.native_only(config)
         _write_tensors(directory, "model", self.sizes.shards.denoiser_native, Content(native, drawn))
 
@@ -122,13 +124,14 @@ def write_miniature(directory: Path | str, layout: LayoutName, seed: int) -> Non
 
     Raises:
         FileExistsError: the directory is not empty.
+        ValueError: there is no such layout.
     """
     tokenizer = train()
     vocab = len(tokenizer.vocab) + len(tokenizer.special_ids)
     tiny = sizes.miniature(tokenizer.special_ids, vocab + -vocab % 64)
-    root = _fresh(Path(directory))
-    _write_tree(root, Writer(tiny, tokenizer, layout, seed))
-    write_sums(root, (file for file in root.rglob("*") if file.is_file() and file.name != SUMS))
+    with _staged(Path(directory)) as root:
+        _write_tree(root, Writer(tiny, tokenizer, layout, seed))
+        write_sums(root, [file for file in root.rglob("*") if file.is_file()])
 
 
 def write_sparse_released(directory: Path | str, layout: LayoutName) -> None:
@@ -138,22 +141,36 @@ def write_sparse_released(directory: Path | str, layout: LayoutName) -> None:
 
     Raises:
         FileExistsError: the directory is not empty.
+        ValueError: there is no such layout.
     """
     tokenizer = train()
-    _write_tree(_fresh(Path(directory)), Writer(sizes.released(tokenizer.special_ids), tokenizer, layout, None))
+    with _staged(Path(directory)) as root:
+        _write_tree(root, Writer(sizes.released(tokenizer.special_ids), tokenizer, layout, None))
 
 
-def _fresh(root: Path) -> Path:
-    if root.exists() and any(root.iterdir()):
-        raise FileExistsError(f"{root}: not empty; a checkpoint is written into a new or empty directory")
-    root.mkdir(parents=True, exist_ok=True)
-    return root
+@contextmanager
+def _staged(directory: Path) -> Iterator[Path]:
+    """A scratch directory that becomes `directory` when all is written, and vanishes when anything fails."""
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory}: not empty; a checkpoint is written into a new or empty directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
+        root = Path(scratch) / "checkpoint"
+        root.mkdir()
+        yield root
+        root.replace(directory)
 
 
 def _write_tree(root: Path, writer: Writer) -> None:
     if writer.layout == "diffusers":
         _write_diffusers(root, writer)
-        return
+    elif writer.layout == "native":
+        _write_native(root, writer)
+    else:
+        raise ValueError(f"layout: expected native or diffusers, found {writer.layout!r}")
+
+
+def _write_native(root: Path, writer: Writer) -> None:
     for partition in PARTITIONS:
         folder = root / NATIVE_FOLDERS[partition]
         writer.denoiser(folder / "transformer", partition)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +13,9 @@ from diffusers import MiniMaxH3Transformer3DModel
 from safetensors.torch import save_file
 
 from export.checkpoint.expressions import Stored, Weight
+from export.checkpoint.safetensors_file import read_header
+from export.graphs import block, context, epilogue, modulation, prologue
+from export.graphs.graph import Graph
 from plugins.dimensions import DenoiserDimensions
 
 CONFIG = {
@@ -32,8 +33,6 @@ CONFIG = {
 """Not one width is a multiple of another, so that no mistaken reshape fits by chance."""
 
 FLOAT32_PARTS = ("proj_in.", "audio_proj_in.", "time_embedder.", "proj_out.", "audio_proj_out.")
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -71,21 +70,7 @@ class DenoiserCheckpoint:
         return SimpleNamespace(denoiser=denoiser)
 
     def stored(self, component: str, partition: str = "fl2va") -> Mapping[str, Stored]:
-        with self.file.open("rb") as stream:
-            length = struct.unpack("<Q", stream.read(8))[0]
-            header = json.loads(stream.read(length))
-        return {
-            key: Stored(
-                tuple(entry["shape"]),
-                _DTYPES[entry["dtype"]],
-                key,
-                self.file,
-                8 + length + entry["data_offsets"][0],
-                entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
-            for key, entry in header.items()
-            if key != "__metadata__"
-        }
+        return read_header(self.file).tensors
 
     def parameters(self, component: str, partition: str = "fl2va") -> Mapping[str, Weight]:
         """Only parameters that are stored whole, under diffusers' names."""
@@ -119,6 +104,15 @@ def save(model: MiniMaxH3Transformer3DModel, layout: str, qkv: str, directory: P
     state = {k: v.contiguous() for k, v in model.state_dict().items()}
     save_file(state if layout == "diffusers" else _native(model, state, qkv), file)
     return DenoiserCheckpoint(layout, qkv, file, model)
+
+
+def denoiser_graphs(checkpoint: DenoiserCheckpoint, compute: torch.dtype) -> dict[str, Graph]:
+    """The denoiser's graphs by name."""
+    return {
+        graph.name: graph
+        for module in (context, modulation, prologue, block, epilogue)
+        for graph in module.graphs(checkpoint, "fl2va", compute)
+    }
 
 
 def whole_names(model: MiniMaxH3Transformer3DModel) -> dict[str, str]:

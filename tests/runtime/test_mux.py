@@ -127,9 +127,12 @@ def test_the_same_input_gives_the_same_bytes():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_every_stated_thread_count_repeats_its_bytes(threads):
+def test_every_stated_thread_count_is_used_and_repeats_its_bytes(threads):
     options = MediaOptions(threads=threads)
-    assert write(60, options, height=320, width=256) == write(60, options, height=320, width=256)
+    mp4 = write(60, options, height=320, width=256)
+    assert write(60, options, height=320, width=256) == mp4
+    # x264 records its settings in the stream.
+    assert f" threads={threads} ".encode() in mp4
 
 
 def test_no_library_version_and_no_date_is_in_the_container():
@@ -143,9 +146,19 @@ def test_no_library_version_and_no_date_is_in_the_container():
 
 def test_tracks_are_interleaved_for_playback_while_loading():
     last = {"video": Fraction(0), "audio": Fraction(0)}
-    for _, track, time in packets_in_file_order(write(107)):
+    # Longer than the ten seconds for which ffmpeg itself holds packets back to order them.
+    for _, track, time in packets_in_file_order(write(362)):
         last[track] = time
         assert abs(last["video"] - last["audio"]) < Fraction(1, 4)
+
+
+def test_the_movie_header_states_the_duration_exactly():
+    mp4 = write(107)
+    # ISO 14496-12 8.2.2, version 0: after the type 4 bytes of version, two dates, then timescale and duration.
+    header = mp4[mp4.index(b"mvhd") + 4 :]
+    created, changed, timescale, duration = (int.from_bytes(header[at : at + 4], "big") for at in (4, 8, 12, 16))
+    assert (created, changed) == (0, 0)
+    assert Fraction(duration, timescale) == Fraction(107, 24)
 
 
 def test_index_in_front_is_byte_identical_with_the_files_that_ffmpeg_makes(tmp_path, monkeypatch):

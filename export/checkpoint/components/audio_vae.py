@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import FiniteFloat, PositiveFloat, PositiveInt
 
-from export.checkpoint.components.configuration import Configuration, require, take
+from export.checkpoint.components.configuration import Configuration, require, take, take_sizes
 from export.checkpoint.safetensors_file import Declared
+from export.checkpoint.strict_json import section
 from plugins.dimensions import AUDIO_CHANNELS, AudioVAEDimensions
 
 F32 = torch.float32
@@ -33,22 +33,22 @@ class AudioVAEConfig(Configuration):
     resblock_kernel_sizes: tuple[PositiveInt, ...] = (3, 7, 11)
     resblock_dilation_sizes: tuple[tuple[PositiveInt, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
     sampling_rate: PositiveInt = 32000
-    latents_mean: tuple[float, ...]
+    latents_mean: tuple[FiniteFloat, ...]
     latents_std: tuple[PositiveFloat, ...]
 
 
-def from_native(outer: Mapping[str, Any], outer_file: Path, metadata: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def from_native(outer: dict[str, Any], outer_file: Path, metadata: dict[str, Any], file: Path) -> dict[str, Any]:
     """Constructor arguments from the native config.json (`outer`) and metadata.json (`metadata`).
 
     Raises:
         CheckpointError: a key is absent, or selects an architecture that H3 does not have.
     """
-    kwargs = take(take(metadata, "metadata", file), "kwargs", file)
+    kwargs = section(section(metadata, "metadata", file), "kwargs", file)
     require(kwargs, "attn_proj", True, file)
     require(kwargs, "decoder_type", "bigvgan", file)
     require(outer, "output_channel", AUDIO_CHANNELS, outer_file)
     require(outer, "sample_rate", take(kwargs, "sample_rate", file), outer_file)
-    rates = take(kwargs, "decoder_rates", file)
+    rates = take_sizes(kwargs, "decoder_rates", file)
     return {
         "encoder_dim": take(kwargs, "encoder_dim", file),
         "encoder_rates": take(kwargs, "encoder_rates", file),

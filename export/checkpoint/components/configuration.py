@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +22,14 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def parse(model: type[Parsed], values: Mapping[str, Any], file: Path) -> Parsed:
-    """Validates `values`, which came from `file`.
+    """Validates `values`, which came from `file`, without converting between types (a string is never a number).
 
     Raises:
         CheckpointError: for the first value that does not fit.
     """
     try:
-        return model.model_validate(values)
+        # Strict validation takes JSON arrays for tuples, but not Python lists: hence the way through JSON.
+        return model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "configuration"
@@ -49,6 +51,31 @@ def take(config: Mapping[str, Any], key: str, file: Path) -> Any:
     if key not in config:
         raise CheckpointError(file, key, "a value", "nothing")
     return config[key]
+
+
+def take_size(config: Mapping[str, Any], key: str, file: Path) -> int:
+    """One positive integer of a native configuration file.
+
+    Raises:
+        CheckpointError: the key is absent, or holds something else.
+    """
+    (size,) = _sizes(config, key, [take(config, key, file)], file)
+    return size
+
+
+def take_sizes(config: Mapping[str, Any], key: str, file: Path) -> list[int]:
+    """A list of positive integers of a native configuration file.
+
+    Raises:
+        CheckpointError: the key is absent, or holds something else.
+    """
+    return _sizes(config, key, take(config, key, file), file)
+
+
+def _sizes(config: Mapping[str, Any], key: str, values: Any, file: Path) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int and value > 0 for value in values):
+        raise CheckpointError(file, key, "positive integers", repr(config[key])[:80])
+    return values
 
 
 def require(config: Mapping[str, Any], key: str, wanted: Any, file: Path) -> None:

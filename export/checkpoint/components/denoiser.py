@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from export.checkpoint.components.configuration import Configuration, require, take
+from export.checkpoint.components.configuration import Configuration, require, take, take_size
 from export.checkpoint.recipes import Projection, Recipe, Swapped, Whole
 from export.checkpoint.safetensors_file import Declared
 from plugins.dimensions import MODALITIES, DenoiserDimensions
@@ -69,8 +69,9 @@ def from_native(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         CheckpointError: a key is absent, or a derived size contradicts the others.
     """
     arguments = {ours: take(config, native, file) for native, ours in NATIVE_KEYS.items()}
-    require(config, "adaln_out_features", MODALITIES * 6 * config["hidden_size"], file)
-    require(config, "final_adaln_out_features", 2 * config["hidden_size"], file)
+    hidden = take_size(config, "hidden_size", file)
+    require(config, "adaln_out_features", MODALITIES * 6 * hidden, file)
+    require(config, "final_adaln_out_features", 2 * hidden, file)
     return arguments
 
 
@@ -182,7 +183,10 @@ def native_only(config: DenoiserConfig) -> dict[str, Declared]:
 
 
 def _recipe(name: str, heads: int) -> Recipe:
-    for ours, native in (("transformer_blocks.", "blocks."), ("token_refiner.refiner_blocks.", "token_refiner.blocks.")):
+    for ours, native in (
+        ("transformer_blocks.", "blocks."),
+        ("token_refiner.refiner_blocks.", "token_refiner.blocks."),
+    ):
         if name.startswith(ours):
             layer, inner = name.removeprefix(ours).split(".", 1)
             return _block_recipe(f"{native}{layer}.", inner, heads)

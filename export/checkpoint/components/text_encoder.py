@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
-from export.checkpoint.components.configuration import Configuration, parse
+from export.checkpoint.components.configuration import parse
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.safetensors_file import Declared
 from plugins.dimensions import TextEncoderDimensions
@@ -67,11 +67,13 @@ class TextEncoderConfig(_Open):
     tie_word_embeddings: Literal[False] = False
 
 
-class _Rotary(Configuration):
+class _Rotary(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
     rope_theta: PositiveFloat
     mrope_section: tuple[PositiveInt, PositiveInt, PositiveInt]
     mrope_interleaved: Literal[True]
-    rope_type: Literal["default"] = Field("default")
+    rope_type: Literal["default"] = "default"
 
 
 def constructor_arguments(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from export.checkpoint.components.configuration import Configuration, require, take
+from export.checkpoint.components.configuration import Configuration, require, take, take_size, take_sizes
 from export.checkpoint.recipes import Projection, Recipe, Swapped, Whole
 from export.checkpoint.safetensors_file import Declared
+from export.checkpoint.strict_json import section
 from plugins.dimensions import VideoVAEDimensions
 
 F32 = torch.float32
@@ -42,7 +43,7 @@ class VideoVAEConfig(Configuration):
     decoder_norm_eps: PositiveFloat = 1e-5
     clip_length: PositiveInt = 17
     token_drop: NonNegativeInt = 3
-    latents_mean: tuple[float, ...]
+    latents_mean: tuple[FiniteFloat, ...]
     latents_std: tuple[PositiveFloat, ...]
 
 
@@ -65,7 +66,7 @@ _FIXED_DECODER: Mapping[str, Any] = {
 }
 
 
-def from_native(outer: Mapping[str, Any], outer_file: Path, source: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def from_native(outer: dict[str, Any], outer_file: Path, source: dict[str, Any], file: Path) -> dict[str, Any]:
     """Constructor arguments from the native config.json (`outer`) and source/config.json (`source`).
 
     Raises:
@@ -73,13 +74,13 @@ def from_native(outer: Mapping[str, Any], outer_file: Path, source: Mapping[str,
     """
     for key, value in _FIXED_SOURCE.items():
         require(source, key, value, file)
-    decoder = take(source, "vit_decoder_kwargs", file)
+    decoder = section(source, "vit_decoder_kwargs", file)
     for key, value in _FIXED_DECODER.items():
         require(decoder, key, value, file)
-    width = take(source, "ch", file)
+    width = take_size(source, "ch", file)
     return {
         "latent_channels": take(source, "z_channels", file),
-        "block_out_channels": [width * factor for factor in take(source, "ch_mult", file)],
+        "block_out_channels": [width * factor for factor in take_sizes(source, "ch_mult", file)],
         "layers_per_block": take(source, "num_res_blocks", file),
         "spatial_downsample_factors": take(source, "space_down", file),
         "temporal_downsample_factors": take(source, "time_down", file),

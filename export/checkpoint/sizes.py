@@ -1,0 +1,82 @@
+"""Collects the dimensions of a checkpoint from its components, and checks that they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from export.checkpoint.catalogue import Catalogue
+from export.checkpoint.components import audio_vae, denoiser, text_encoder, video_vae
+from export.checkpoint.errors import CheckpointError
+from export.checkpoint.strict_json import read_object, section
+from export.checkpoint.tree import Component, Tree
+from plugins.dimensions import Dimensions
+
+Catalogues = Mapping[tuple[Component, str], Catalogue]
+
+
+def read_dimensions(tree: Tree, catalogues: Catalogues) -> Dimensions:
+    """The sizes that all partitions share.
+
+    Raises:
+        CheckpointError: partitions or components do not fit together, or a sigma shift is missing.
+    """
+    first, *others = tree.partitions
+    sizes = _partition_dimensions(tree, catalogues, first)
+    for partition in others:
+        if _partition_dimensions(tree, catalogues, partition) != sizes:
+            file = catalogues["denoiser", partition].config_files[0]
+            raise CheckpointError(file, "configuration", f"the sizes and shifts of {first}", f"others for {partition}")
+    return sizes
+
+
+def _partition_dimensions(tree: Tree, catalogues: Catalogues, partition: str) -> Dimensions:
+    def config(component: Component) -> Any:
+        return catalogues[component, partition].config
+
+    video_shift, audio_shift = _shifts(tree, partition)
+    sizes = Dimensions(
+        denoiser=denoiser.dimensions(config("denoiser")),
+        text_encoder=text_encoder.dimensions(
+            config("text_encoder"), catalogues["text_encoder", partition].config_files[0]
+        ),
+        video_vae=video_vae.dimensions(config("video_vae")),
+        audio_vae=audio_vae.dimensions(config("audio_vae")),
+        video_shift=video_shift,
+        audio_shift=audio_shift,
+    )
+    _check_joints(sizes, catalogues["denoiser", partition].config_files[0])
+    return sizes
+
+
+def _check_joints(sizes: Dimensions, file: Path) -> None:
+    video, audio = sizes.video_vae, sizes.audio_vae
+    joints = {
+        "text_dim": (sizes.denoiser.text_dim, sizes.text_encoder.hidden, "the text encoder's hidden_size"),
+        "in_channels": (sizes.denoiser.video_channels, video.latent_channels, "the video VAE's latent channels"),
+        "audio_in_channels": (sizes.denoiser.audio_channels, audio.latent_channels, "the audio VAE's latent channels"),
+        "latents_mean": (len(video.latents_mean), video.latent_channels, "one for each video latent channel"),
+        "latents_std": (len(video.latents_std), video.latent_channels, "one for each video latent channel"),
+        "audio latents_mean": (len(audio.latents_mean), audio.latent_channels, "one for each audio latent channel"),
+        "audio latents_std": (len(audio.latents_std), audio.latent_channels, "one for each audio latent channel"),
+    }
+    for key, (found, wanted, owner) in joints.items():
+        if found != wanted:
+            raise CheckpointError(file, key, f"{wanted}, {owner}", found)
+
+
+def _shifts(tree: Tree, partition: str) -> tuple[float, float]:
+    """Sigma shifts of the video and audio schedules."""
+    video, audio = tree.schedule_files(partition)
+    if tree.layout == "native":
+        shifts = section(section(read_object(video), "_minimax_h3", video), "sigma_shift_scales", video)
+        return _shift(shifts, "video", video), _shift(shifts, "audio", video)
+    return _shift(read_object(video), "shift", video), _shift(read_object(audio), "shift", audio)
+
+
+def _shift(values: Mapping[str, Any], key: str, file: Path) -> float:
+    value = values.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise CheckpointError(file, key, "a positive sigma shift", repr(value))
+    return float(value)

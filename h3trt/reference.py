@@ -1,0 +1,175 @@
+"""The reference that `h3trt verify` compares with: diffusers' modular MiniMax H3 pipeline on the same checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLMiniMaxH3,
+    AutoencoderKLMiniMaxH3Audio,
+    MiniMaxH3Scheduler,
+    MiniMaxH3Transformer3DModel,
+)
+from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
+from diffusers.modular_pipelines.modular_pipeline import BlockState, ModularPipeline, ModularPipelineBlocks
+from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
+from diffusers.utils import logging
+from transformers import Qwen2TokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from export.checkpoint import Checkpoint, Weight, materialise
+from runtime.denoiser import State
+from runtime.request import Resolved
+
+_OUTPUTS = ("prompt_embeds", "token_tags", "position_ids", "text_indices", "audio_indices", "video_indices")
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What diffusers computed for one request, stage by stage.
+
+    text [L, text_dim]; token_tags [S], position_ids [S, 3] and the index tensors as its layout step made them; noise
+    and steps: packed rows before the loop and after each step; latents [1, 24, T, h, w] and [2, 32, A]; frames uint8
+    [F, H, W, 3]; waveform float32 [2, 800 A].
+    """
+
+    text: torch.Tensor
+    token_tags: torch.Tensor
+    position_ids: torch.Tensor
+    text_indices: torch.Tensor
+    audio_indices: torch.Tensor
+    video_indices: torch.Tensor
+    noise: State
+    steps: tuple[State, ...]
+    video_latents: torch.Tensor
+    audio_latents: torch.Tensor
+    frames: torch.Tensor
+    waveform: torch.Tensor
+
+
+class ReferencePipeline:
+    """diffusers' pipeline in float32 on the CPU, its components loaded from a checkpoint of either layout."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._components = {
+            "text_encoder": _text_encoder(checkpoint),
+            "tokenizer": Qwen2TokenizerFast(tokenizer_file=str(checkpoint.tokenizer_file)),
+            "processor": _TextProcessor(),
+            "transformer": _load(
+                MiniMaxH3Transformer3DModel(**checkpoint.config("denoiser")), checkpoint.parameters("denoiser")
+            ),
+            "vae": _load(AutoencoderKLMiniMaxH3(**checkpoint.config("video_vae")), checkpoint.parameters("video_vae")),
+            "audio_vae": _load(
+                AutoencoderKLMiniMaxH3Audio(**checkpoint.config("audio_vae")), checkpoint.parameters("audio_vae")
+            ),
+            "scheduler": MiniMaxH3Scheduler(shift=checkpoint.dimensions.video_shift),
+            "audio_scheduler": MiniMaxH3Scheduler(shift=checkpoint.dimensions.audio_shift),
+        }
+
+    def run(self, request: Resolved) -> Reference:
+        """Generates the request. diffusers refuses clips under 5 seconds and shifts other than the checkpoint's."""
+        recorder = _Recorder()
+        pipeline = _pipeline(recorder, self._components)
+        wanted = [*_OUTPUTS, "latents", "audio_latents", "videos", "audio"]
+        found = pipeline(
+            prompt=request.prompt,
+            width=request.width,
+            height=request.height,
+            num_frames=request.frames,
+            num_inference_steps=request.sigma_points,
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            output_type="np",
+            output=wanted,
+        )
+        frames = torch.from_numpy(found["videos"][0]).mul(255).round().to(torch.uint8)
+        noise, *steps = recorder.states
+        return Reference(
+            text=found["prompt_embeds"][0],
+            **{name: found[name] for name in _OUTPUTS[1:]},
+            noise=noise,
+            steps=tuple(steps),
+            video_latents=found["latents"],
+            audio_latents=found["audio_latents"],
+            frames=frames,
+            waveform=found["audio"][0],
+        )
+
+
+class _Recorder:
+    """Keeps the rows that the denoising loop starts from and those it leaves after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[State] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Recorder:
+        """Itself: a pipeline copies the blocks that it is made from, and the copies must record here."""
+        return self
+
+    def block(self, start: bool) -> ModularPipelineBlocks:
+        """A block for the loop's start (records at the first step only) or for its end."""
+        return _RecordStep(self, start)
+
+    def keep(self, block_state: BlockState) -> None:
+        # The loop's update step writes into these tensors.
+        self.states.append(State(block_state.latents.clone(), block_state.audio_latents.clone()))
+
+
+class _RecordStep(ModularPipelineBlocks):
+    model_name = "minimax-h3"
+
+    def __init__(self, recorder: _Recorder, start: bool) -> None:
+        self._recorder = recorder
+        self._start = start
+        super().__init__()
+
+    @property
+    def description(self) -> str:
+        return "Records the latents."
+
+    @property
+    def inputs(self) -> list[InputParam]:
+        return [InputParam(name=name, type_hint=torch.Tensor, required=True) for name in ("latents", "audio_latents")]
+
+    def __call__(
+        self, components: ModularPipeline, block_state: BlockState, i: int, t: torch.Tensor
+    ) -> tuple[ModularPipeline, BlockState]:
+        if i == 0 or not self._start:
+            self._recorder.keep(block_state)
+        return components, block_state
+
+
+class _TextProcessor:
+    """The one thing that the pipeline asks of Qwen's processor for a prompt without images."""
+
+    def create_mm_token_type_ids(self, token_ids: list[list[int]]) -> list[list[int]]:
+        """Zero, the type of a text token, for every token."""
+        return [[0] * len(ids) for ids in token_ids]
+
+
+def _pipeline(recorder: _Recorder, components: Mapping[str, Any]) -> ModularPipeline:
+    blocks = MiniMaxH3Blocks().get_workflow("t2va")
+    (loop,) = (block for block in blocks.sub_blocks.values() if isinstance(block, MiniMaxH3DenoiseStep))
+    loop.sub_blocks.insert("record_start", recorder.block(start=True), 0)
+    loop.sub_blocks.insert("record_end", recorder.block(start=False), len(loop.sub_blocks))
+    pipeline = blocks.init_pipeline()
+    pipeline.update_components(**components)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _text_encoder(checkpoint: Checkpoint) -> Qwen3VLForConditionalGeneration:
+    config = Qwen3VLConfig(**checkpoint.config("text_encoder"))
+    config._attn_implementation = "sdpa"
+    return _load(Qwen3VLForConditionalGeneration(config), checkpoint.parameters("text_encoder"))
+
+
+def _load(model: Any, parameters: Mapping[str, Weight]) -> Any:
+    """The model in float32 with every parameter from the checkpoint; raises RuntimeError when the names differ."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    model.load_state_dict({name: materialise(weight).float() for name, weight in parameters.items()}, strict=True)
+    logging.set_verbosity(verbosity)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,43 @@
+"""Builds of the small checkpoint, through the real build."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import small_checkpoint
+from workshop import Workshop, write_profile
+
+from engines import build as building
+
+
+def use_small_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Makes the build see the small checkpoint and its graphs."""
+    patch.setattr(building, "Checkpoint", small_checkpoint.SmallCheckpoint)
+    patch.setattr(building, "t2va_graphs", small_checkpoint.graphs)
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished workshop, kept aside; its files name the directory that `workshop` restores it to."""
+    root = tmp_path_factory.mktemp("workshop")
+    workshop = Workshop(root)
+    small_checkpoint.write(workshop.checkpoint, seed=1)
+    both = '["fl2va", "ref2va"]'
+    write_profile(workshop.profile, partitions=both)
+    write_profile(workshop.baked_profile, partitions=both, weights='"baked"')
+    with pytest.MonkeyPatch.context() as patch:
+        use_small_graphs(patch)
+        workshop.build()
+    shutil.copytree(root, root.with_name("pristine"))
+    return root
+
+
+@pytest.fixture
+def workshop(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """The finished workshop, for a test to change as it likes."""
+    shutil.rmtree(pristine)
+    shutil.copytree(pristine.with_name("pristine"), pristine)
+    use_small_graphs(monkeypatch)
+    return Workshop(pristine)

@@ -1,0 +1,95 @@
+"""Profiles say exactly what is wrong with them, and turn limits into numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines import machine
+from engines.profile import PROFILES, Profile, ProfileError
+
+CPU = (PROFILES / "cpu.toml").read_text()
+
+
+@pytest.mark.parametrize("file", sorted(PROFILES.glob("*.toml")), ids=lambda file: file.stem)
+def test_shipped_profiles_load_by_name(file: Path) -> None:
+    assert Profile.load(file.stem).name == file.stem
+
+
+def test_a_profile_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(CPU)
+    assert Profile.load(file).name == str(file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('threads = "auto"', "threads = 0", 'threads = 0: must be a whole number from 1 to 1024, or "auto"'),
+        ('threads = "auto"', "threads = true", "threads = True: must be a whole number"),
+        ('threads = "auto"', 'threads = "many"', "threads = 'many': must be a whole number"),
+        ('threads = "auto"', "thread = 2", "thread = 2: unknown key; did you mean threads?"),
+        ('threads = "auto"', "", "threads: is missing"),
+        ('threads = "auto"', "threads = ", "not a TOML file: Invalid value (at line "),
+        ('"80%"', '"120%"', "memory = '120%': must be a share such as \"80%\""),
+        ('"80%"', '"0 GiB"', "memory = '0 GiB': must be a share"),
+        ('"80%"', "0.8", "memory = 0.8: must be a share"),
+        ('"bound"', '"glued"', "weights = 'glued': Input should be 'bound' or 'baked'"),
+        ('"float32"', '"bfloat16"', "compute = 'bfloat16': Input should be 'float32'"),
+        ('"onnxruntime"', '"abacus"', "backend = 'abacus': Input should be 'onnxruntime'"),
+        ('["fl2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),
+        ('["fl2va"]', "[]", "partitions = []: "),
+        ('["fl2va"]', '["t2va"]', "partitions.0 = 't2va': Input should be 'fl2va' or 'ref2va'"),
+        ('threads = "auto"', 'threads = "auto"\nname = "x"', "name = 'x': must not be given"),
+    ],
+)
+def test_a_mistake_is_named_by_file_key_value_and_rule(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in CPU
+    file = tmp_path / "mine.toml"
+    file.write_text(CPU.replace(old, new))
+    with pytest.raises(ProfileError) as refused:
+        Profile.load(file)
+    assert f"{file}: {message}" in str(refused.value)
+
+
+def test_every_mistake_is_listed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(CPU.replace('"bound"', '"glued"').replace('"80%"', '"most"'))
+    with pytest.raises(ProfileError, match=r"weights = 'glued'(.|\n)*memory = 'most'"):
+        Profile.load(file)
+
+
+def test_an_unknown_profile_lists_those_there_are() -> None:
+    with pytest.raises(ProfileError, match=r"profile 'z80': no file .*z80\.toml; shipped profiles: .*cpu"):
+        Profile.load("z80")
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [("50%", 8 << 30), ("100%", 16 << 30), ("1.5 GiB", 3 << 29), ("512MiB", 1 << 29), ("64 GiB", 16 << 30)],
+)
+def test_the_memory_budget_is_a_share_or_an_amount_within_the_machine(
+    tmp_path: Path, memory: str, expected: int
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(CPU.replace("80%", memory))
+    assert Profile.load(file).memory_budget(16 << 30) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 4), ("150000 100000", 2), ("50000 100000", 1)])
+def test_a_containers_processor_quota_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, expected: int
+) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert machine.available_processors(tmp_path) == expected
+
+
+def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
+    physical = machine.memory_bytes(tmp_path)
+    assert physical > 1 << 28
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert machine.memory_bytes(tmp_path) == 1048576
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.memory_bytes(tmp_path) == physical

@@ -1,0 +1,137 @@
+"""A store that cannot be served from is refused with what is wrong and the command that mends it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+from workshop import Workshop
+
+from engines.store import EngineStore, StoreError, rebuild_command, write_atomically
+
+
+def refusal(workshop: Workshop) -> str:
+    """The message with which the store is refused; it must end with the command that rebuilds it."""
+    with pytest.raises(StoreError) as refused:
+        EngineStore.open(workshop.store)
+    message = str(refused.value)
+    assert message.endswith(f"make engines PROFILE={workshop.profile} CHECKPOINT={workshop.checkpoint}")
+    return message
+
+
+def edit_manifest(store: Path, **changes: Any) -> None:
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def test_a_finished_store_opens_with_the_checkpoints_tokenizer(workshop: Workshop) -> None:
+    store = EngineStore.open(workshop.store)
+    assert store.tokenizer_file.read_bytes() == (workshop.checkpoint / "tokenizer.json").read_bytes()
+    assert store.manifest.graphs["attend"].instances == 2
+    assert store.manifest.graphs["attend"].census["com.microsoft::MultiHeadAttention"] == 1
+    assert 0 < store.manifest.graphs["attend"].difference <= store.manifest.graphs["attend"].tolerance
+
+
+def test_without_a_manifest(workshop: Workshop) -> None:
+    (workshop.store / "manifest.json").unlink()
+    with pytest.raises(StoreError, match=r"manifest.json: cannot be read: No such file.*make engines PROFILE=cpu"):
+        EngineStore.open(workshop.store)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema_version": 1}', b"\xff\xfe\x00"])
+def test_a_manifest_that_is_none(workshop: Workshop, content: bytes) -> None:
+    (workshop.store / "manifest.json").write_bytes(content)
+    with pytest.raises(StoreError, match="is not a manifest"):
+        EngineStore.open(workshop.store)
+
+
+def test_another_schema_version(workshop: Workshop) -> None:
+    edit_manifest(workshop.store, schema_version=99, since="tomorrow")
+    assert "schema version 1 expected, 99 found" in refusal(workshop)
+
+
+def test_a_manifest_field_of_the_wrong_kind(workshop: Workshop) -> None:
+    edit_manifest(workshop.store, weight_files="none")
+    assert "manifest.json: weight_files: " in refusal(workshop)
+
+
+def test_a_corrupt_engine(workshop: Workshop) -> None:
+    file = workshop.engine_file("table")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert f"{file}: is not the file that was built: SHA-256 " in refusal(workshop)
+
+
+def test_a_missing_engine(workshop: Workshop) -> None:
+    file = workshop.engine_file("attend")
+    file.unlink()
+    assert f"{file}: cannot be read: No such file" in refusal(workshop)
+
+
+def test_a_missing_tokenizer(workshop: Workshop) -> None:
+    file = EngineStore.open(workshop.store).tokenizer_file
+    file.unlink()
+    assert f"{file}: cannot be read" in refusal(workshop)
+
+
+def test_a_missing_weight_file(workshop: Workshop) -> None:
+    file = workshop.checkpoint / "fl2va.safetensors"
+    file.unlink()
+    assert f"weight file {file}: " in refusal(workshop)
+
+
+def test_a_truncated_weight_file(workshop: Workshop) -> None:
+    file = workshop.checkpoint / "fl2va.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 2)
+    assert f"weight file {file}: {size:,} bytes expected, {size - 2:,} found" in refusal(workshop)
+
+
+def test_a_weight_file_with_tensors_in_other_places(workshop: Workshop) -> None:
+    file = workshop.checkpoint / "ref2va.safetensors"
+    data = file.read_bytes()
+    for old, new in (
+        (b"blocks.0.qkv", b"blocks.x.qkv"),
+        (b"blocks.1.qkv", b"blocks.0.qkv"),
+        (b"blocks.x.", b"blocks.1."),
+    ):
+        data = data.replace(old, new)
+    assert data != file.read_bytes()
+    file.write_bytes(data)
+    assert f"weight file {file}: its header has changed" in refusal(workshop)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64])
+def test_a_weight_file_that_is_no_safetensors_file(workshop: Workshop, content: bytes) -> None:
+    file = workshop.checkpoint / "fl2va.safetensors"
+    file.write_bytes(content)
+    assert f"weight file {file}: a header of " in refusal(workshop)
+
+
+def test_another_version_of_the_backend(workshop: Workshop) -> None:
+    edit_manifest(workshop.store, versions={"onnxruntime": "1.2.3"})
+    installed = onnxruntime.__version__
+    assert f"built for onnxruntime 1.2.3, but onnxruntime {installed} is installed" in refusal(workshop)
+
+
+def test_the_command_quotes_what_a_shell_would_split() -> None:
+    assert rebuild_command("cpu", "/data/my model") == "make engines PROFILE=cpu CHECKPOINT='/data/my model'"
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "manifest.json"
+    write_atomically(file, b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [file]

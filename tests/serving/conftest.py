@@ -1,0 +1,151 @@
+"""Servers for the tests: one with toy models for the whole session, and where to look for what a server leaves."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.serving.toy_repository import write_toy_repository
+from triton_repo.names import PUBLIC_MODELS
+from triton_repo.ports import port_is_free
+from triton_repo.repository import RepositorySettings, render
+from triton_repo.server import ServerSettings, TritonServer
+from triton_repo.shared_memory import FAMILY
+from triton_repo.shared_memory import ROOT as SHARED_MEMORY
+
+TOY_READY_SECONDS = 60.0
+H3TRT = (sys.executable, "-c", "from h3trt.cli import main; main()")
+READY_SECONDS = pytest.StashKey[float]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _installed() -> None:
+    """Triton's Python sees only what is installed, not pytest's path."""
+    try:
+        importlib.metadata.version("h3trt")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.fail("these tests need the project installed in this environment: pip install -e .", pytrace=False)
+
+
+class Toy:
+    """A toy repository of its own, and settings to serve it with."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = directory / "store"
+        self.repository = directory / "repository"
+        self.log_file = directory / "server.log"
+        write_toy_repository(self.repository, self.store)
+        self.settings = ServerSettings(self.repository, self.log_file, PUBLIC_MODELS, ready_timeout=TOY_READY_SECONDS)
+
+    def spans(self) -> list[tuple[float, float]]:
+        """When models were at work, in the order in which they ended."""
+        lines = (self.store / "spans").read_text().splitlines()
+        return [(float(start), float(end)) for start, end in map(str.split, lines)]
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    return Toy(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def shared_toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="session")
+def toy_server(shared_toy: Toy) -> Iterator[TritonServer]:
+    with TritonServer(shared_toy.settings) as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What `h3trt demo` made: the clip, and the engine store of its miniature."""
+
+    clip: Path
+    store: Path
+    output: str
+
+
+@pytest.fixture(scope="session")
+def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Demonstration:
+    """The whole way from a checkpoint to a clip, as `make demo` goes it."""
+    directory = tmp_path_factory.mktemp("demo")
+    work, clip = directory / "work", directory / "out" / "demo.mp4"
+    command = [*H3TRT, "demo", "--work", str(work), "--out", str(clip)]
+    result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return Demonstration(clip, work / "engines", result.stdout)
+
+
+@pytest.fixture(scope="session")
+def server(
+    demonstration: Demonstration, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[TritonServer]:
+    """The real models over the miniature's engines, for all tests that do not stop it."""
+    directory = tmp_path_factory.mktemp("server")
+    render(demonstration.store, directory / "repository", RepositorySettings())
+    settings = ServerSettings(directory / "repository", directory / "server.log", PUBLIC_MODELS)
+    started = time.monotonic()
+    with TritonServer(settings) as one:
+        request.config.stash[READY_SECONDS] = time.monotonic() - started
+        yield one
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print how long the real server took from start to ready."""
+    if READY_SECONDS in config.stash:
+        terminalreporter.write_line(f"Triton with the real models was ready after {config.stash[READY_SECONDS]:.1f} s")
+
+
+class Traces:
+    """What one server has of this machine: processes, ports, shared memory, temporary folders."""
+
+    def __init__(self, server: TritonServer) -> None:
+        process = psutil.Process(server.pid)
+        self.processes = [process, *process.children(recursive=True)]
+        endpoints = server.endpoints
+        self.ports = [int(address.split(":")[1]) for address in (endpoints.grpc, endpoints.http, endpoints.metrics)]
+        prefix = _argument(process, "shm-region-prefix-name=")
+        self.prefix = prefix
+        self.backends = Path(_argument(process, "--backend-directory="))
+        assert self.shared_memory(), "a running server has shared memory"
+
+    def shared_memory(self) -> list[str]:
+        """Its files in /dev/shm."""
+        return [path.name for path in SHARED_MEMORY.glob(f"{self.prefix}*")]
+
+    def processes_left(self) -> list[psutil.Process]:
+        """Its processes that still run, a second having been given to those that were just killed."""
+        _, alive = psutil.wait_procs(self.processes, timeout=1)
+        # One that was killed with its parent stays in the table until pid 1 reaps it, which not every container's does.
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def left(self) -> list[str]:
+        """Everything that is still there."""
+        processes = [f"process {process}" for process in self.processes_left()]
+        ports = [f"port {port}" for port in self.ports if not port_is_free(port)]
+        folders = [str(self.backends)] if self.backends.exists() else []
+        return processes + ports + folders + self.shared_memory()
+
+
+def _argument(process: psutil.Process, name: str) -> str:
+    return next(argument.partition(name)[2] for argument in process.cmdline() if name in argument)
+
+
+@pytest.fixture
+def no_shared_memory_left() -> Iterator[None]:
+    """Fails when a test leaves shared memory of any of our servers that was not there before."""
+    before = set(SHARED_MEMORY.glob(f"{FAMILY}*"))
+    yield
+    assert set(SHARED_MEMORY.glob(f"{FAMILY}*")) <= before

@@ -1,0 +1,145 @@
+"""The program's exit codes and error lines, as a script or a person sees them."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from h3trt.cli import app
+from h3trt.doctor import examine
+from h3trt.exits import MEANINGS, Exit
+
+COMMANDS = ["checkpoint", "export", "engines", "repo", "serve", "generate", "verify", "inspect", "doctor", "demo"]
+SMALL = ["--aspect-ratio", "1:1", "--width", "256", "--height", "256", "--seconds", "4", "--forwards", "4"]
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def _assert_one_line(result: Result, code: Exit, *parts: str) -> None:
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for part in parts:
+        assert part in result.stderr
+
+
+def test_help_lists_every_command_and_exit_code() -> None:
+    text = _run("--help").output
+    for command in COMMANDS:
+        assert f" {command} " in text
+    for code, meaning in MEANINGS.items():
+        assert f"{code:d}  {meaning[:40]}" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_its_options(command: str) -> None:
+    result = _run(command, "--help")
+    assert result.exit_code == Exit.OK
+    options = [line for line in result.output.splitlines() if line.lstrip("│ ").startswith("--")]
+    assert options
+    for line in options:
+        assert len(line.strip("│ ").split("  ")[-1].split()) > 1, f"{line} has no help"
+
+
+def test_help_needs_no_exporter_and_no_torch() -> None:
+    script = "import sys, h3trt.cli; print(sorted({'torch', 'diffusers', 'onnx', 'grpc'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert ast.literal_eval(found) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--aspect-ratio", "1:1", "--seed", "x"], ["--no-such-option", "p"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    assert _run("generate", *arguments).exit_code == Exit.USAGE
+
+
+def test_parameters_that_are_no_json_object() -> None:
+    _assert_one_line(_run("generate", "p", "--params", "[1]"), Exit.USAGE, "must be a JSON object")
+
+
+def test_no_server_names_the_command_that_starts_one() -> None:
+    result = _run("generate", "p", *SMALL, "--url", "127.0.0.1:1")
+    _assert_one_line(result, Exit.SERVER, "no server answers", "h3trt serve")
+
+
+@pytest.mark.parametrize("command", [["serve"], ["repo"], ["generate", "p", "--local"]])
+def test_a_missing_store_names_the_command_that_builds_it(command: list[str], tmp_path: Path) -> None:
+    result = _run(*command, "--store", str(tmp_path / "none"))
+    _assert_one_line(result, Exit.ENGINES, str(tmp_path / "none"), "make engines PROFILE=cpu")
+
+
+def test_a_missing_checkpoint(tmp_path: Path) -> None:
+    result = _run("engines", "--checkpoint", str(tmp_path / "none"), "--store", str(tmp_path / "store"))
+    _assert_one_line(result, Exit.CHECKPOINT, str(tmp_path / "none"))
+
+
+def test_an_unknown_profile_names_the_shipped_ones(tmp_path: Path) -> None:
+    result = _run("engines", "--profile", "none", "--store", str(tmp_path / "store"))
+    _assert_one_line(result, Exit.USAGE, "none", "cpu")
+
+
+def test_a_checkpoint_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    _assert_one_line(_run("checkpoint", "tiny", str(tmp_path)), Exit.USAGE, str(tmp_path), "not empty")
+
+
+def test_released_dimensions_are_only_written_sparse(tmp_path: Path) -> None:
+    result = _run("checkpoint", "tiny", str(tmp_path / "new"), "--released-dims")
+    _assert_one_line(result, Exit.USAGE, "--sparse")
+
+
+def test_inspect_of_nothing(tmp_path: Path) -> None:
+    _assert_one_line(_run("inspect", str(tmp_path / "none")), Exit.USAGE, str(tmp_path / "none"))
+
+
+def test_inspect_of_a_file_that_is_no_clip(tmp_path: Path) -> None:
+    file = tmp_path / "clip.mp4"
+    file.write_bytes(b"\0\0\0\x08free")
+    _assert_one_line(_run("inspect", str(file)), Exit.VERIFICATION, "mp4")
+
+
+def test_doctor_says_what_mends_a_missing_store(tmp_path: Path) -> None:
+    result = _run("doctor", "--store", str(tmp_path / "none"))
+    assert result.exit_code == Exit.SERVER
+    assert "make engines PROFILE=cpu" in result.stderr
+
+
+def test_doctor_tells_a_missing_package_and_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h3trt.doctor.importlib.metadata.requires", lambda name: ['nonesuch>=1; extra == "serve"'])
+    monkeypatch.setattr("triton_repo.installation.LIBPYTHON", "libpython0.0.so")
+    checks = {check.name: check for check in examine(tmp_path)}
+    assert not checks["nonesuch [serve]"].good
+    assert "pip install 'nonesuch>=1'" in checks["nonesuch [serve]"].remedy
+    assert not checks["tritonserver"].good
+    assert "apt-get install libpython" in checks["tritonserver"].remedy
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    """A command that waits for an answer: the address accepts connections and never says anything."""
+    script = (
+        "import socket, sys, threading; from h3trt.cli import main\n"
+        "listener = socket.create_server(('127.0.0.1', 0))\n"
+        "url = '127.0.0.1:%d' % listener.getsockname()[1]\n"
+        "def say(): listener.accept(); print('waiting', flush=True)\n"
+        "threading.Thread(target=say, daemon=True).start()\n"
+        "sys.argv = ['h3trt', 'generate', 'p', '--url', url]; main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == Exit.CANCELLED
+    assert errors.startswith("error: ")
+    assert "Traceback" not in errors

@@ -1,0 +1,213 @@
+"""Real requests to the real server: the contract's vectors, reproducible clips, cancellation, progress."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
+
+from runtime.pipeline import Pipeline
+from runtime.probe import inspect_mp4
+from runtime.request import RequestError, Resolved, parse_params
+from tests.request.vectors import SMALL, VECTORS, Vector
+from tests.serving.conftest import Demonstration
+from triton_repo.client import Client, ClientError, Failure
+from triton_repo.server import TritonServer
+
+PROMPT = "A red fox trots through fresh snow."
+QUICK = {**SMALL, "num_inference_steps": 1, "seed": 5}
+
+
+@pytest.fixture
+def client(server: TritonServer) -> Iterator[Client]:
+    with Client(server.endpoints.grpc) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def raw(server: TritonServer) -> Iterator[InferenceServerClient]:
+    with InferenceServerClient(server.endpoints.grpc) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def clip(server: TritonServer) -> bytes:
+    with Client(server.endpoints.grpc) as one:
+        return one.generate(PROMPT, QUICK).mp4
+
+
+@pytest.fixture(scope="module")
+def pipeline(demonstration: Demonstration) -> Pipeline:
+    """Here only to tell which requests this machine's memory does not admit."""
+    return Pipeline.open(demonstration.store, stages=())
+
+
+def _named(refused: bool) -> list[Any]:
+    return [pytest.param(vector, id=vector.name) for vector in VECTORS if (vector.refused is not None) is refused]
+
+
+def _text(name: str, value: bytes) -> InferInput:
+    tensor = InferInput(name, [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([value], dtype=np.object_))
+    return tensor
+
+
+def _inputs(vector: Vector) -> list[InferInput]:
+    return [_text("PROMPT", vector.prompt_bytes), _text("PARAMS", vector.params_bytes)]
+
+
+def _message(raw: InferenceServerClient, model: str, inputs: list[InferInput]) -> str:
+    """The text of a refusal, which must be INVALID_ARGUMENT."""
+    if model != "h3_stream":
+        with pytest.raises(InferenceServerException) as caught:
+            raw.infer(model, inputs)
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+        return str(caught.value.message()).removeprefix("in ensemble 'h3', ")
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    raw.start_stream(lambda result, error: answers.put(error), headers={"triton_grpc_error": "true"})
+    raw.async_stream_infer(model, inputs)
+    error = answers.get(timeout=30)
+    raw.stop_stream(cancel_requests=True)
+    assert error.status() == "StatusCode.INVALID_ARGUMENT"
+    return str(error.message())
+
+
+@pytest.mark.parametrize("model", ["h3", "h3_stream"])
+@pytest.mark.parametrize("vector", _named(refused=True))
+def test_an_illegal_request_is_refused_with_field_value_and_rule(
+    raw: InferenceServerClient, model: str, vector: Vector
+) -> None:
+    refused = vector.refused
+    assert refused is not None
+    message = _message(raw, model, _inputs(vector))
+    assert message.startswith(refused.opening)
+    assert refused.rule in message
+    assert refused.nearest is None or message.endswith(f"; nearest legal: {refused.nearest}")
+
+
+@pytest.mark.parametrize("vector", _named(refused=False))
+def test_a_legal_request_resolves(raw: InferenceServerClient, pipeline: Pipeline, vector: Vector) -> None:
+    """Or is refused for its size, where this machine's memory does not admit it."""
+    refusal = _refusal_for_size(pipeline, vector)
+    if refusal is not None:
+        assert _message(raw, "h3_prepare", _inputs(vector)) == refusal
+        return
+    resolved = json.loads(raw.infer("h3_prepare", _inputs(vector)).as_numpy("RESOLVED")[0])
+    expected = {**vector.resolves, "prompt": vector.prompt_bytes.decode()}
+    assert {name: resolved[name] for name in expected} == expected
+
+
+def _refusal_for_size(pipeline: Pipeline, vector: Vector) -> str | None:
+    try:
+        pipeline.resolve(vector.prompt_bytes, parse_params(vector.params_bytes))
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+def test_after_all_refusals_the_next_request_works(client: Client, clip: bytes) -> None:
+    assert client.generate(PROMPT, QUICK).mp4 == clip
+
+
+def test_a_clip_is_what_its_resolved_request_says(client: Client, clip: bytes) -> None:
+    resolved = client.resolve(PROMPT, QUICK)
+    report = inspect_mp4(clip)
+    assert report.problems(resolved["width"], resolved["height"], resolved["frames"]) == []
+    assert (report.video.frames, report.video.width, report.video.height) == (107, 256, 256)
+
+
+def test_the_ensemble_makes_the_same_bytes_as_the_stream(client: Client, clip: bytes) -> None:
+    answer = client.generate_unary(PROMPT, QUICK)
+    assert answer.mp4 == clip
+    assert answer.resolved == client.resolve(PROMPT, QUICK)
+
+
+def test_another_seed_and_another_prompt_make_other_bytes(client: Client, clip: bytes) -> None:
+    other = client.generate(PROMPT, {**QUICK, "seed": 6}).mp4
+    assert other != clip
+    assert client.generate("Rain on a tin roof.", QUICK).mp4 not in (clip, other)
+
+
+def test_progress_runs_through_the_stages_in_order(client: Client) -> None:
+    events: list[Any] = []
+    client.generate(PROMPT, {**QUICK, "num_inference_steps": 2}, events.append)
+    stages = list(dict.fromkeys(event["stage"] for event in events))
+    assert stages == ["encode", "denoise", "decode"]
+    assert [event["index"] for event in events if event["stage"] == "denoise"] == [0, 1, 2]
+    assert [event["seconds"] for event in events] == sorted(event["seconds"] for event in events)
+
+
+class Stop(Exception):
+    """Raised in a progress callback."""
+
+
+def test_cancelling_mid_denoise_frees_the_server_within_a_step(client: Client) -> None:
+    seen: list[tuple[str, int, float]] = []
+
+    def stop(event: Any) -> None:
+        seen.append((event["stage"], event["index"], time.monotonic()))
+        if event["stage"] == "denoise" and event["index"] == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        client.generate(PROMPT, {**QUICK, "num_inference_steps": 200}, stop)
+    cancelled = time.monotonic()
+    first, second = (moment for stage, index, moment in seen if stage == "denoise" and index > 0)
+    begun: list[float] = []
+
+    def begin(event: Any) -> None:
+        begun.append(time.monotonic())
+        raise Stop
+
+    with pytest.raises(Stop):
+        client.generate(PROMPT, QUICK, begin)
+    # The next request's first event comes when the step that was running has ended; 200 steps would take minutes.
+    assert begun[0] - cancelled < 2 * (second - first) + 2
+
+
+def test_the_stages_believe_nothing_they_are_sent(raw: InferenceServerClient) -> None:
+    """Clients can call them by themselves."""
+    resolved = _text("RESOLVED", b'{"task": "t2va"}')
+    text = InferInput("TEXT", [1, 1], "FP32")
+    text.set_data_from_numpy(np.zeros((1, 1), np.float32))
+    with pytest.raises(InferenceServerException, match=r"TEXT.*\[-1,\d+\]"):
+        raw.infer("h3_denoise", [resolved, text])
+    width = raw.get_model_metadata("h3_encode").outputs[0].shape[1]
+    text = InferInput("TEXT", [1, width], "FP32")
+    text.set_data_from_numpy(np.zeros((1, width), np.float32))
+    assert "resolved" in _message(raw, "h3_denoise", [resolved, text])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rule"), [([], "must have at least one"), ([-1], "must be from 0 to"), ([10**9], "must be from 0 to")]
+)
+def test_tokens_outside_the_vocabulary_are_refused(raw: InferenceServerClient, tokens: list[int], rule: str) -> None:
+    tensor = InferInput("TOKENS", [len(tokens)], "INT64")
+    tensor.set_data_from_numpy(np.array(tokens, np.int64))
+    message = _message(raw, "h3_encode", [tensor])
+    assert message.startswith("TOKENS: ")
+    assert rule in message
+
+
+def test_latents_of_another_shape_are_refused(client: Client, raw: InferenceServerClient) -> None:
+    resolved = client.resolve(PROMPT, QUICK)
+    assert Resolved.model_validate_json(json.dumps(resolved)).latent_frames == 32
+    video = InferInput("VIDEO", [1, 24, 31, 16, 16], "FP32")
+    video.set_data_from_numpy(np.zeros((1, 24, 31, 16, 16), np.float32))
+    audio = InferInput("AUDIO", [2, 32, 178], "FP32")
+    audio.set_data_from_numpy(np.zeros((2, 32, 178), np.float32))
+    message = _message(raw, "h3_decode", [_text("RESOLVED", json.dumps(resolved).encode()), video, audio])
+    assert message.startswith("VIDEO: got '[1, 24, 31, 16, 16]'; ")
+
+
+def test_a_timeout_cancels(client: Client) -> None:
+    with pytest.raises(ClientError) as caught:
+        client.generate(PROMPT, {**QUICK, "num_inference_steps": 200}, timeout=1)
+    assert caught.value.failure is Failure.TIMEOUT
