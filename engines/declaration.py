@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ import plugins
 from engines.store import Dtype, TensorRecord
 from export.binding import Binding, WeightInput
 from export.checkpoint import Checkpoint
-from export.checkpoint.expressions import Concat, Mapped, Stored, Weight
+from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.tree import COMPONENTS
 from export.graphs.graph import Axis, Graph, TensorSpec
 
@@ -105,21 +105,23 @@ def _package_files(package: ModuleType) -> list[Path]:
 
 def _structures(graph: Graph, binding: Binding, instance: int) -> dict[str, Any]:
     names = {stored.key: name for name, stored in binding.instances[instance].items()}
-    return {parameter: _structure(weight, names)[0] for parameter, weight in sorted(graph.weights[instance].items())}
+    return {parameter: _structure(weight, names) for parameter, weight in sorted(graph.weights[instance].items())}
 
 
-def _structure(weight: Weight, names: Mapping[str, str]) -> tuple[list[Any], torch.Tensor]:
-    """How a parameter is made of stored tensors, and the parameter without data.
+def _structure(weight: Weight, names: Mapping[str, str]) -> list[Any]:
+    """How a parameter is made of stored tensors.
 
-    A view is told by the strides it gives: tensors split per head and tensors stacked have the same shapes.
+    An expression is told by its parts and the strides of its value, since its functions cannot be compared: tensors
+    split per head and tensors stacked have the same shapes.
     """
     if isinstance(weight, Stored):
-        return [names[weight.key]], torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    if isinstance(weight, Mapped):
-        source, tensor = _structure(weight.source, names)
-        view = weight.function(tensor)
-        return [source, list(view.shape), list(view.stride()), view.storage_offset()], view
-    if isinstance(weight, Concat):
-        parts = [_structure(part, names) for part in weight.parts]
-        return ["concat", *(part[0] for part in parts)], torch.cat([part[1] for part in parts])
-    raise TypeError(f"unknown weight expression {type(weight).__name__}")
+        return [names[weight.key]]
+    value = weight.evaluate(lambda stored: torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+    parts = [_structure(part, names) for part in _parts(weight)]
+    return [type(weight).__name__, parts, list(value.shape), list(value.stride()), value.storage_offset()]
+
+
+def _parts(weight: Weight) -> Iterator[Weight]:
+    """The expressions that an expression is made of."""
+    for value in vars(weight).values():
+        yield from (part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Weight))

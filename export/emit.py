@@ -21,16 +21,13 @@ from export.compare import Comparison, compare
 from export.emitted import Emitted
 from export.graphs.graph import Graph
 from export.passes.name_tensors import name_tensors
-from export.passes.tidy import tidy
+from export.passes.tidy import LARGEST_CONSTANT, tidy
 from export.trace import trace
 from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET, Op
 from plugins.registry import REGISTRY
 from plugins.translation import translation_table
 
 __all__ = ["Comparison", "EmitError", "Emitted", "bake", "compare", "emit"]
-
-LARGEST_CONSTANT = 65_536
-"""Bytes; above it a constant is taken for a weight that the tracer captured."""
 
 
 class EmitError(ValueError):

@@ -35,8 +35,13 @@ class BoundModule(torch.nn.Module):
         def leaf(tensor: Stored) -> torch.Tensor:
             return stored[tensor.key]
 
-        values = {name: self._weights[name].evaluate(leaf).to(dtype) for name, dtype in self._dtypes.items()}
+        values = {name: _cast(self._weights[name].evaluate(leaf), dtype) for name, dtype in self._dtypes.items()}
         return torch.func.functional_call(self._module[0], values, inputs)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Without a node in the trace where nothing is to be done, as for most of thousands of weights."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def build_module(graph: Graph) -> torch.nn.Module:
@@ -75,7 +80,10 @@ def trace(graph: Graph, binding: Binding) -> torch.export.ExportedProgram:
         )
     dynamic = tuple(tuple(dimensions.of(s.shape) for s in group) for group in (graph.inputs, binding.inputs))
     with torch.no_grad():
-        return torch.export.export(BoundModule(graph, binding), arguments, dynamic_shapes=dynamic, strict=False)
+        program = torch.export.export(BoundModule(graph, binding), arguments, dynamic_shapes=dynamic, strict=False)
+    # With them the exporter writes a check of every input's every size, in time quadratic in the number of weights.
+    program.example_inputs = None
+    return program
 
 
 def axes(specs: Iterable[TensorSpec | WeightInput]) -> dict[str, Axis]:

@@ -128,7 +128,7 @@ class Denoiser:
         shared = {"modulation_index": layout.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
         for index, table in enumerate(modulation.blocks):
             cancellation.raise_if_cancelled(f"transformer block {index + 1} of {len(modulation.blocks)}")
-            hidden = self._run("block", {"hidden": hidden, "modulation": table, **shared}, index)["hidden"]
+            hidden = self._run("block", {"hidden": hidden, "modulation": table, **shared}, index)["hidden_out"]
         head = {"hidden": hidden, "modulation": modulation.head, "timestep_index": layout.timestep_index}
         velocity = self._run("epilogue", head)["velocity"]
         width = self._dimensions.video_row

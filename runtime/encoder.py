@@ -40,6 +40,6 @@ class TextEncoder:
         for layer in range(layers):
             cancellation.raise_if_cancelled(f"text encoder layer {layer + 1} of {layers}")
             inputs = {"hidden": hidden, "cos": cos, "sin": sin}
-            hidden = self._engines.run("text_encoder.layer", inputs, instance=layer)["hidden"]
+            hidden = self._engines.run("text_encoder.layer", inputs, instance=layer)["hidden_out"]
             report("encode", layer + 1, layers)
         return hidden

@@ -46,6 +46,11 @@ class Weight:
         meta = torch.cat([_meta(p) for p in parts])
         return Concat(tuple(meta.shape), meta.dtype, tuple(parts))
 
+    @staticmethod
+    def weight_normed(direction: Weight, gain: Weight) -> Weight:
+        """A weight-normalised tensor; `gain` has one value for each index of the first axis, and that axis's rank."""
+        return WeightNormed(direction.shape, direction.dtype, direction, gain)
+
 
 @dataclass(frozen=True)
 class Stored(Weight):
@@ -95,6 +100,25 @@ class Concat(Weight):
 
     def evaluate(self, leaf: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.evaluate(leaf) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class WeightNormed(Weight):
+    """`direction * gain / norm`, the norm over all axes of `direction` but the first (weight normalisation)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    direction: Weight
+    gain: Weight
+
+    def leaves(self) -> Iterator[Stored]:
+        yield from self.direction.leaves()
+        yield from self.gain.leaves()
+
+    def evaluate(self, leaf: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
+        direction, gain = self.direction.evaluate(leaf), self.gain.evaluate(leaf)
+        axes = tuple(range(1, direction.ndim))
+        return direction * (gain / torch.linalg.vector_norm(direction, dim=axes, keepdim=True))
 
 
 def _meta(weight: Weight) -> torch.Tensor:

@@ -13,43 +13,56 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each [S, half], float32: angles of the leading 2 x half channels of every head."""
 
 
-class SelfAttention(nn.Module):
-    """Bidirectional attention with RMS-normed queries and keys (spec/model.md 2.2).
+class Projections(nn.ModuleDict):
+    """The query, key and value projections of rows, as a checkpoint packs them: three layers, or one named `qkv`.
 
     A packed projection is used as it lies in the file; its layout is undone on the activations, which are views.
     """
 
-    def __init__(self, dimensions: DenoiserDimensions, layout: QKVLayout, compute: torch.dtype) -> None:
-        super().__init__()
-        self.layout = layout
-        self.heads, self.head_dim = dimensions.heads, dimensions.head_dim
+    def __init__(
+        self, width: int, heads: int, head_dim: int, layout: QKVLayout, dtype: torch.dtype, bias: bool = False
+    ) -> None:
         names = ("query", "key", "value") if layout == "split" else ("qkv",)
-        width = 3 * dimensions.inner // len(names)
-        self.project = nn.ModuleDict(
-            {name: nn.Linear(dimensions.hidden, width, bias=False, dtype=compute) for name in names}
-        )
-        self.query_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
-        self.key_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
-        self.out = nn.Linear(dimensions.inner, dimensions.hidden, bias=False, dtype=compute)
-        # TensorRT has no fused kernel for float32, nor for a single head.
-        self.decomposable = int(compute == torch.float32 or dimensions.heads == 1)
+        outputs = 3 * heads * head_dim // len(names)
+        super().__init__({name: nn.Linear(width, outputs, bias=bias, dtype=dtype) for name in names})
+        self.layout, self.heads, self.head_dim = layout, heads, head_dim
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """Rows [S, D] to rows [S, D]."""
-        query, key, value = self._project(x)
-        query = rotate(_heads_first(self.query_norm(query)), rotary)
-        key = rotate(_heads_first(self.key_norm(key)), rotary)
-        result = ATTENTION(query, key, _heads_first(value), self.head_dim**-0.5, self.decomposable)
-        return self.out(result.squeeze(0).transpose(0, 1).flatten(1))
-
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Query, key and value, each [S, heads, head_dim]."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows [S, D] to query, key and value, each [S, heads, head_dim]."""
         if self.layout == "split":
-            return tuple(layer(x).unflatten(-1, (self.heads, -1)) for layer in self.project.values())
-        qkv = self.project["qkv"](x)
+            return tuple(layer(x).unflatten(-1, (self.heads, -1)) for layer in self.values())
+        qkv = self["qkv"](x)
         if self.layout == "stacked":
             return tuple(part.unflatten(-1, (self.heads, -1)) for part in qkv.chunk(3, dim=-1))
         return qkv.unflatten(-1, (self.heads, 3 * self.head_dim)).chunk(3, dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """Bidirectional attention with RMS-normed queries and keys (spec/model.md 2.2)."""
+
+    def __init__(self, dimensions: DenoiserDimensions, layout: QKVLayout, compute: torch.dtype) -> None:
+        super().__init__()
+        self.project = Projections(dimensions.hidden, dimensions.heads, dimensions.head_dim, layout, compute)
+        self.query_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
+        self.key_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
+        self.out = nn.Linear(dimensions.inner, dimensions.hidden, bias=False, dtype=compute)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """Rows [S, D] to rows [S, D]."""
+        query, key, value = self.project(x)
+        return self.out(attend(self.query_norm(query), self.key_norm(key), value, rotary))
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    """Rotates queries and keys and mixes values over all rows: three of [S, heads, head_dim] to [S, heads * head_dim].
+
+    TensorRT has no fused kernel for float32, nor for a single head, and is told that it may do without one there.
+    """
+    heads, head_dim = query.shape[1:]
+    decomposable = int(query.dtype == torch.float32 or heads == 1)
+    query, key = (rotate(_heads_first(x), rotary) for x in (query, key))
+    result = ATTENTION(query, key, _heads_first(value), head_dim**-0.5, decomposable)
+    return result.squeeze(0).transpose(0, 1).flatten(1)
 
 
 def rotate(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

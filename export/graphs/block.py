@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.norm1 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.norm2 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.attention = SelfAttention(dimensions, layout.qkv, compute)
-        self.feed_forward = FeedForward(dimensions, layout.gate_first, compute)
+        self.feed_forward = FeedForward(dimensions.hidden, dimensions.ffn, layout.gate_first, compute)
         self.eps = dimensions.norm_eps
 
     def forward(
@@ -62,6 +62,6 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
         outputs=(TensorSpec("hidden_out", compute, (ROWS, dimensions.hidden)),),
         weights=tuple(layout.weights(stored, f"{layout.blocks}.{i}") for i in range(dimensions.layers)),
         compute=compute,
-        trials=({"rows": 7}, {"rows": 50}),
+        trials=({"rows": 1}, {"rows": 7}, {"rows": 50}),
     )
     return (graph,)

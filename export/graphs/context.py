@@ -22,7 +22,7 @@ class RefinerBlock(nn.Module):
         self.norm1 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.norm2 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
         self.attention = SelfAttention(dimensions, layout.qkv, compute)
-        self.feed_forward = FeedForward(dimensions, layout.gate_first, compute)
+        self.feed_forward = FeedForward(dimensions.hidden, dimensions.ffn, layout.gate_first, compute)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [L, D] to rows [L, D]."""
@@ -63,6 +63,6 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
         outputs=(TensorSpec("text_rows", compute, (TEXT_ROWS, dimensions.hidden)),),
         weights=(weights,),
         compute=compute,
-        trials=({"text_rows": 3}, {"text_rows": 24}),
+        trials=({"text_rows": 1}, {"text_rows": 3}, {"text_rows": 24}),
     )
     return (graph,)

@@ -45,6 +45,6 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
         outputs=(TensorSpec("velocity", torch.float32, (ROWS, dimensions.video_row + dimensions.audio_channels)),),
         weights=({"norm.weight": parameters["norm_out.norm.weight"]} | {name: parameters[name] for name in heads},),
         compute=compute,
-        trials=({"rows": 5}, {"rows": 33}),
+        trials=({"rows": 1}, {"rows": 5}, {"rows": 33}),
     )
     return (graph,)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plugins.dimensions import DenoiserDimensions
-
 
 class FeedForward(nn.Module):
     """`down(up * silu(gate))` (spec/model.md 2.2); the first projection holds [gate; up] or [up; gate]."""
 
-    def __init__(self, dimensions: DenoiserDimensions, gate_first: bool, compute: torch.dtype) -> None:
+    def __init__(self, width: int, inner: int, gate_first: bool, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__()
         self.gate_first = gate_first
-        self.gate_and_up = nn.Linear(dimensions.hidden, 2 * dimensions.ffn, bias=False, dtype=compute)
-        self.down = nn.Linear(dimensions.ffn, dimensions.hidden, bias=False, dtype=compute)
+        self.gate_and_up = nn.Linear(width, 2 * inner, bias=bias, dtype=dtype)
+        self.down = nn.Linear(inner, width, bias=bias, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [S, D] to rows [S, D]."""

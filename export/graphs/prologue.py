@@ -47,6 +47,7 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
         weights=({name: parameters[name] for name in names},),
         compute=compute,
         trials=(
+            {"video_rows": 1, "audio_rows": 1, "text_rows": 1, "rows": 1},
             {"video_rows": 6, "audio_rows": 4, "text_rows": 3, "rows": 13},
             {"video_rows": 25, "audio_rows": 9, "text_rows": 17, "rows": 40},
         ),

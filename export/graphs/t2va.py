@@ -11,7 +11,16 @@ import torch
 
 from export.checkpoint import Checkpoint, Stored
 from export.checkpoint.tree import Component
-from export.graphs import block, context, epilogue, modulation, prologue
+from export.graphs import (
+    audio_decoder,
+    block,
+    context,
+    epilogue,
+    modulation,
+    prologue,
+    text_encoder,
+    video_decoder_tile,
+)
 from export.graphs.graph import Graph
 from plugins.dimensions import Dimensions
 
@@ -21,7 +30,7 @@ SHOWN = 20
 
 def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
     """All graphs that serve T2VA from one partition, in the order in which a request meets them."""
-    modules = (context, modulation, prologue, block, epilogue)
+    modules = (text_encoder, context, modulation, prologue, block, epilogue, video_decoder_tile, audio_decoder)
     return tuple(graph for module in modules for graph in module.graphs(checkpoint, partition, compute))
 
 

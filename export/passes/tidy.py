@@ -6,6 +6,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript.optimizer import fold_constants_ir
 
+LARGEST_CONSTANT = 65_536
+"""Bytes of a constant in a graph: folding makes none above it, so a larger one is a weight that the tracer captured."""
+
 
 def tidy(model: ir.Model) -> ir.Model:
     """Inlines the exporter's functions, folds shape arithmetic, drops what is unused or repeated, and strips traces.
@@ -14,7 +17,8 @@ def tidy(model: ir.Model) -> ir.Model:
     same without them.
     """
     common.InlinePass()(model)
-    fold_constants_ir(model)
+    # The limit counts elements, of up to 8 bytes.
+    fold_constants_ir(model, output_size_limit=LARGEST_CONSTANT // 8)
     passes = (
         common.IdentityEliminationPass(),
         common.CommonSubexpressionEliminationPass(),

@@ -3,55 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import small_checkpoint
+from workshop import Workshop, write_profile
 
 from engines import build as building
-from engines.build import BuildReport, build
-from engines.profile import PROFILES
-
-
-@dataclass(frozen=True)
-class Workshop:
-    """A directory with a small checkpoint, a profile for both partitions, and the store built from them."""
-
-    root: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.root / "checkpoint"
-
-    @property
-    def profile(self) -> Path:
-        return self.root / "bound.toml"
-
-    @property
-    def baked_profile(self) -> Path:
-        return self.root / "baked.toml"
-
-    @property
-    def store(self) -> Path:
-        return self.root / "store"
-
-    def build(self, **options: object) -> BuildReport:
-        return build(self.checkpoint, self.profile, self.store, **options)  # type: ignore[arg-type]
-
-    def engine_file(self, graph: str) -> Path:
-        """The engine of a graph; there is one."""
-        (file,) = (self.store / "engines").glob(f"{graph}.*.onnx")
-        return file
-
-
-def write_profile(file: Path, **changes: str) -> Path:
-    """The shipped `cpu` profile on one thread, with some lines changed: `write_profile(f, weights='"baked"')`."""
-    lines = (PROFILES / "cpu.toml").read_text().splitlines()
-    for key, text in {"threads": "1", **changes}.items():
-        lines = [f"{key} = {text}" if line.startswith(f"{key} =") else line for line in lines]
-    file.write_text("\n".join(lines))
-    return file
 
 
 def use_small_graphs(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import small_checkpoint
 import torch
-from conftest import Workshop, write_profile
 from filelock import FileLock
+from workshop import Workshop, write_profile
 
 from engines import build as building
 from engines import graph_steps
@@ -57,7 +57,7 @@ def test_another_configuration_emits_anew(workshop: Workshop, monkeypatch: pytes
     monkeypatch.setattr(graph_steps, "emit", emit)
     assert workshop.build().built == ()
     monkeypatch.setattr(small_checkpoint.SmallCheckpoint, "config", lambda self, *args: {"norm_eps": 1e-6})
-    with pytest.raises(StepFailed, match="attend.emit failed: emitting"):
+    with pytest.raises(StepFailed, match=r"attend\.emit failed: emitting"):
         workshop.build()
 
 
@@ -87,7 +87,7 @@ def test_a_failed_step_keeps_the_old_store_and_the_next_build_resumes(
 
     monkeypatch.setattr(graph_steps, "compare", broken)
     events: list[StepEvent] = []
-    with pytest.raises(StepFailed, match="table.compare failed: the disk is on fire") as failure:
+    with pytest.raises(StepFailed, match=r"table\.compare failed: the disk is on fire") as failure:
         workshop.build(progress=events.append)
     report = failure.value.report
     assert (report.status, events[-1].status, events[-1].name) == ("failed", "failed", "table.compare")
@@ -131,7 +131,7 @@ def test_a_step_can_be_done_alone(workshop: Workshop) -> None:
     assert report.built == ("attend.compare",)
     assert report.steps[-1].name == "attend.compare"
     assert files(workshop.store / "engines") == before
-    with pytest.raises(BuildError, match="step 'attend.paint': must be one of tokenizer, fl2va.bind"):
+    with pytest.raises(BuildError, match=r"step 'attend\.paint': must be one of tokenizer, fl2va\.bind"):
         workshop.build(only="attend.paint")
 
 

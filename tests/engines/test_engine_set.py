@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import small_checkpoint
 import torch
-from conftest import Workshop
 from small_checkpoint import SmallCheckpoint
+from workshop import Workshop
 
 from engines.build import build
+from engines.profile import PARTITIONS
 from engines.sessions.engine_set import EngineInputError, EngineSet
 from engines.sessions.onnxruntime import Interrupted
 from engines.sessions.weights import MappedWeights
@@ -60,12 +61,12 @@ def test_baked_engines_compute_what_bound_ones_do(workshop: Workshop) -> None:
         "table": {"rows": draw(4), "index": torch.tensor([1, 2])},
     }
     for graph, values in inputs.items():
-        for partition in ("fl2va", "ref2va"):
+        for partition in PARTITIONS:
             for instance in (0, 1):
-                pair = [engines.run(graph, values, instance, partition) for engines in (bound, baked)]  # type: ignore[arg-type]
-                for name, found in pair[1].items():
+                wanted = bound.run(graph, values, instance, partition)
+                for name, found in baked.run(graph, values, instance, partition).items():
                     # The kernels may differ (constant weights are packed), so rounding may.
-                    assert torch.allclose(found, pair[0][name], atol=TOLERANCE, rtol=0)
+                    assert torch.allclose(found, wanted[name], atol=TOLERANCE, rtol=0)
 
 
 def test_weights_are_mapped_not_copied_where_they_are_aligned(workshop: Workshop) -> None:
@@ -127,6 +128,11 @@ def test_concurrent_callers_take_turns(workshop: Workshop) -> None:
     assert all(torch.equal(found[seed], wanted[seed]) for seed in range(8))
 
 
+def _run_often(engines: EngineSet, hidden: torch.Tensor) -> None:
+    for _ in range(100):
+        engines.run("attend", {"hidden": hidden})
+
+
 def test_interrupt_stops_a_run_and_the_next_one_works(workshop: Workshop) -> None:
     engines = EngineSet.open(workshop.store)
     engines.interrupt()  # nothing runs: has no effect
@@ -142,8 +148,7 @@ def test_interrupt_stops_a_run_and_the_next_one_works(workshop: Workshop) -> Non
     thread.start()
     try:
         with pytest.raises(Interrupted):
-            for _ in range(100):
-                engines.run("attend", {"hidden": hidden})
+            _run_often(engines, hidden)
     finally:
         stop.set()
         thread.join()

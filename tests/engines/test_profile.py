@@ -61,7 +61,7 @@ def test_every_mistake_is_listed(tmp_path: Path) -> None:
 
 
 def test_an_unknown_profile_lists_those_there_are() -> None:
-    with pytest.raises(ProfileError, match="profile 'z80': no file .*z80.toml; shipped profiles: .*cpu"):
+    with pytest.raises(ProfileError, match=r"profile 'z80': no file .*z80\.toml; shipped profiles: .*cpu"):
         Profile.load("z80")
 
 

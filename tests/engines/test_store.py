@@ -9,8 +9,7 @@ from typing import Any
 
 import onnxruntime
 import pytest
-import small_checkpoint
-from conftest import Workshop
+from workshop import Workshop
 
 from engines.store import EngineStore, StoreError, rebuild_command, write_atomically
 
