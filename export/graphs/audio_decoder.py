@@ -128,14 +128,15 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
     """The `audio_decoder` graph: float32 whatever `compute` is, as half precision costs 20 dB (spec/model.md 6.5)."""
     config = checkpoint.config("audio_vae", partition)
     dimensions = checkpoint.dimensions.audio_vae
-    samples = Axis("samples", dimensions.hop * AUDIO_LATENTS.minimum, dimensions.hop * AUDIO_LATENTS.maximum)
+    hop = dimensions.hop
+    samples = Axis("samples", hop * AUDIO_LATENTS.minimum, hop * AUDIO_LATENTS.maximum, multiple=hop)
     graph = Graph(
         name="audio_decoder",
         module=lambda: AudioDecoder(config),
         inputs=(TensorSpec("latents", torch.float32, (AUDIO_CHANNELS, dimensions.latent_channels, AUDIO_LATENTS)),),
         outputs=(TensorSpec("waveform", torch.float32, (AUDIO_CHANNELS, 1, samples)),),
         weights=(_weights(checkpoint.parameters("audio_vae", partition)),),
-        trials=({"audio_latents": 3}, {"audio_latents": 11}),
+        trials=tuple({"audio_latents": n, "samples": hop * n} for n in (3, 11)),
     )
     return (graph,)
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.admission import Load, MemoryModel, canvases_like
@@ -40,6 +40,7 @@ _LOADS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(_LOADS, st.sampled_from(["width", "height", "frames", "text_rows", "forwards"]))
 def test_more_of_anything_needs_no_less_memory(load: Load, what: str) -> None:
     shape = load.shape
@@ -69,6 +70,7 @@ def test_the_denoiser_is_linear_in_rows() -> None:
     assert triple - double == pytest.approx(double - small, abs=2)
 
 
+@settings(deadline=None)
 @given(_LOADS, st.integers(700, 6000))
 def test_what_is_said_to_fit_fits_and_the_next_larger_does_not(load: Load, mebibytes: int) -> None:
     model = _model(mebibytes << 20)
@@ -134,6 +136,7 @@ def test_nothing_is_named_when_nothing_fits() -> None:
     assert caught.value.nearest is None
 
 
+@settings(deadline=None, max_examples=30)
 @given(_SIDES)
 def test_canvases_of_a_shape_are_legal_and_keep_its_orientation(sides: tuple[int, int]) -> None:
     for width, height in canvases_like(32 * sides[0], 32 * sides[1]):
