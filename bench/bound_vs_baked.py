@@ -3,13 +3,15 @@
     python bench/bound_vs_baked.py CHECKPOINT --rows 2524 --out bench/results/bound_vs_baked.json
 
 Both stores are built (or reused) in a directory of their own. The two are measured in turns, so that whatever else the
-machine does hits both; a round is every instance of the block once.
+machine does hits both; a round is every instance of the block once. The report has the machine's load averages: where
+they are above what this program itself makes, the seconds say little and only the ratio is of use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -54,7 +56,7 @@ def report(engines: dict[str, EngineSet], rows: int, seconds: dict[str, list[flo
     manifest = engines["bound"].manifest
     return {
         "what": "all instances of the block, one step; no prologue, no epilogue, no sampler",
-        "machine": {"processors": available_processors(), "architecture": platform.machine()},
+        "machine": {"processors": available_processors(), "architecture": platform.machine(), "load": os.getloadavg()},
         "versions": manifest.versions,
         "dimensions": manifest.dimensions.denoiser.model_dump(),
         "rows": rows,
