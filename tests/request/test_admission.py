@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.profile import Profile
+from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
 from runtime.admission import Load, MemoryModel, canvases_like
 from runtime.request import RequestError, Resolved, resolve
 from runtime.shape import Shape, legal_frames
@@ -62,6 +64,27 @@ def test_the_demo_fits_two_gibibytes() -> None:
 
 def test_the_demo_fits_768_square_on_twelve_gibibytes() -> None:
     _model(12 * GIB).admit(_request(size="768x768", duration=4), text_rows=500)
+
+
+def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
+    weights = [(512, 64), (3072, 128), (128,), (24, 24, 1, 1, 1)]
+    tile = EngineRecord.model_construct(
+        weights=tuple(TensorRecord(name=str(shape), dtype="float32", shape=shape) for shape in weights)
+    )
+    block = EngineRecord.model_construct(axes={"rows": AxisRecord(minimum=1, maximum=5000, multiple=1)})
+    profile = Profile(
+        name="p",
+        backend="onnxruntime",
+        compute="float32",
+        weights="bound",
+        partitions=("fl2va",),
+        threads=1,
+        memory="1 GiB",
+    )
+    manifest = Manifest.model_construct(
+        profile=profile, dimensions=MINIATURE, graphs={"video_decoder_tile": tile, "block": block}
+    )
+    assert MemoryModel.of(manifest) == MemoryModel(MINIATURE, GIB, 5000, tile_features=3072)
 
 
 def test_the_denoiser_is_linear_in_rows() -> None:
