@@ -194,7 +194,9 @@ def test_native_keys_without_a_parameter_are_dropped(native: Checkpoint) -> None
 def test_stored_rotary_frequencies_are_those_that_diffusers_computes(native: Checkpoint) -> None:
     model = MiniMaxH3Transformer3DModel(**native.config("denoiser"))
     # Two float32 evaluations of the same power may differ in the last place.
-    torch.testing.assert_close(materialise(native.stored("denoiser")["rope.inv_freq"]), model.rope.inv_freq, rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        materialise(native.stored("denoiser")["rope.inv_freq"]), model.rope.inv_freq, rtol=3e-7, atol=0
+    )
 
 
 def merge_shards(directory: Path, metadata: dict[str, str], stem: str = "model") -> dict[str, torch.Tensor]:
