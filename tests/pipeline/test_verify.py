@@ -54,8 +54,16 @@ def test_weights_of_another_transformer_are_seen(store: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("measured", "at_least", "passed"),
-    [(1.0, False, True), (1.1, False, False), (1.0, True, True), (0.9, True, False)]
-    + [(math.nan, False, False), (math.nan, True, False), (math.inf, False, False), (-math.inf, True, False)],
+    [
+        (1.0, False, True),
+        (1.1, False, False),
+        (1.0, True, True),
+        (0.9, True, False),
+        (math.nan, False, False),
+        (math.nan, True, False),
+        (math.inf, False, False),
+        (-math.inf, True, False),
+    ],
 )
 def test_a_check_keeps_its_limit(measured: float, at_least: bool, passed: bool) -> None:
     assert Check("group", "name", measured, 1.0, at_least).passed is passed
