@@ -45,7 +45,9 @@ def test_parameter_counts_are_the_published_ones(tmp_path: Path) -> None:
     assert parts["denoiser"].elements == 33_122_992_896
     assert parts["denoiser"].dtypes["F32"] == 4 * 17_222_144
     assert parts["video_vae"].elements == 2_603_868_984
-    adaln = [one for key, one in checkpoint.stored("denoiser").items() if "adaln_proj" in key or "norm_out.linear" in key]
+    adaln = [
+        one for key, one in checkpoint.stored("denoiser").items() if "adaln_proj" in key or "norm_out.linear" in key
+    ]
     assert sum(one.nbytes for one in adaln) == 2 * 13_039_369_728
 
 

@@ -45,7 +45,6 @@ def every_dtype() -> dict[str, torch.Tensor]:
     return tensors | {"BOOL": torch.tensor([True, False]), "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
 
 
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -175,7 +174,9 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, contents: byt
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     file = save(tmp_path / "x.safetensors", two_tensors(), bytes(31))
-    with pytest.raises(CheckpointError, match=r"b: expected the file to end at byte \d+, found \d+ bytes \(truncated\)"):
+    with pytest.raises(
+        CheckpointError, match=r"b: expected the file to end at byte \d+, found \d+ bytes \(truncated\)"
+    ):
         read_header(file)
 
 

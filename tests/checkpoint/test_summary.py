@@ -11,7 +11,11 @@ from export.checkpoint.tree import COMPONENTS
 def test_summary_agrees_with_the_files(native_root: Path) -> None:
     checkpoint = Checkpoint.open(native_root)
     summary = summarise(checkpoint)
-    assert (summary.layout, summary.partitions, summary.fingerprint) == ("native", ("fl2va", "ref2va"), checkpoint.fingerprint)
+    assert (summary.layout, summary.partitions, summary.fingerprint) == (
+        "native",
+        ("fl2va", "ref2va"),
+        checkpoint.fingerprint,
+    )
     assert summary.nbytes == sum(file.stat().st_size for file in native_root.rglob("*.safetensors"))
     assert [(part.component, part.partition) for part in summary.components] == [
         (component, partition) for partition in ("fl2va", "ref2va") for component in COMPONENTS
