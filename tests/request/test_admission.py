@@ -6,9 +6,11 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.profile import Profile
+from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
 from runtime.admission import Load, MemoryModel, canvases_like
 from runtime.request import RequestError, Resolved, resolve
 from runtime.shape import Shape, legal_frames
@@ -40,6 +42,7 @@ _LOADS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(_LOADS, st.sampled_from(["width", "height", "frames", "text_rows", "forwards"]))
 def test_more_of_anything_needs_no_less_memory(load: Load, what: str) -> None:
     shape = load.shape
@@ -63,12 +66,34 @@ def test_the_demo_fits_768_square_on_twelve_gibibytes() -> None:
     _model(12 * GIB).admit(_request(size="768x768", duration=4), text_rows=500)
 
 
+def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
+    weights = [(512, 64), (3072, 128), (128,), (24, 24, 1, 1, 1)]
+    tile = EngineRecord.model_construct(
+        weights=tuple(TensorRecord(name=str(shape), dtype="float32", shape=shape) for shape in weights)
+    )
+    block = EngineRecord.model_construct(axes={"rows": AxisRecord(minimum=1, maximum=5000, multiple=1)})
+    profile = Profile(
+        name="p",
+        backend="onnxruntime",
+        compute="float32",
+        weights="bound",
+        partitions=("fl2va",),
+        threads=1,
+        memory="1 GiB",
+    )
+    manifest = Manifest.model_construct(
+        profile=profile, dimensions=MINIATURE, graphs={"video_decoder_tile": tile, "block": block}
+    )
+    assert MemoryModel.of(manifest) == MemoryModel(MINIATURE, GIB, 5000, tile_features=3072)
+
+
 def test_the_denoiser_is_linear_in_rows() -> None:
     model = _model(GIB)
     small, double, triple = (model.estimate(_load(256, height, 107, text_rows=1)).denoise for height in (256, 512, 768))
     assert triple - double == pytest.approx(double - small, abs=2)
 
 
+@settings(deadline=None)
 @given(_LOADS, st.integers(700, 6000))
 def test_what_is_said_to_fit_fits_and_the_next_larger_does_not(load: Load, mebibytes: int) -> None:
     model = _model(mebibytes << 20)
@@ -134,6 +159,7 @@ def test_nothing_is_named_when_nothing_fits() -> None:
     assert caught.value.nearest is None
 
 
+@settings(deadline=None, max_examples=30)
 @given(_SIDES)
 def test_canvases_of_a_shape_are_legal_and_keep_its_orientation(sides: tuple[int, int]) -> None:
     for width, height in canvases_like(32 * sides[0], 32 * sides[1]):

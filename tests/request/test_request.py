@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.contract import ASPECT_RATIOS, EXTRA, FIELDS, GROUPS, PROMPT, PROMPT_CHARACTERS, Field, Status
@@ -59,6 +59,7 @@ _STEPS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(_LEGAL, st.none() | _CANVAS, _STEPS)
 def test_a_resolved_request_survives_json_and_resolves_to_itself(
     params: dict[str, Any], sides: tuple[int, int] | None, steps: dict[str, Any]
@@ -70,6 +71,7 @@ def test_a_resolved_request_survives_json_and_resolves_to_itself(
     assert resolved.sigma_points == resolved.forwards + 1
 
 
+@settings(deadline=None)
 @given(st.floats(4, 15))
 def test_every_legal_duration_lands_on_the_lowest_grid_point_that_holds_it(duration: float) -> None:
     resolved = _resolve(duration=duration)
@@ -83,6 +85,7 @@ def test_every_legal_duration_lands_on_the_lowest_grid_point_that_holds_it(durat
     assert resolved.seconds == resolved.frames / 24
 
 
+@settings(deadline=None)
 @given(st.integers(256, 4096), st.integers(256, 4096))
 def test_snapping_floors_and_says_so_and_without_it_the_side_is_refused(width: int, height: int) -> None:
     floored = width // 32 * 32, height // 32 * 32
@@ -101,6 +104,7 @@ def test_snapping_floors_and_says_so_and_without_it_the_side_is_refused(width: i
             _resolve(**wanted)
 
 
+@settings(deadline=None)
 @given(st.integers(256, 4096).map(lambda side: side // 32 * 32), st.integers(256, 4096).map(lambda s: s // 32 * 32))
 def test_an_extreme_canvas_is_refused_naming_a_legal_one(width: int, height: int) -> None:
     if max(width, height) <= 4 * min(width, height):
@@ -119,16 +123,19 @@ _KEYS = st.sampled_from([*GROUPS, EXTRA, *(field.name for field in FIELDS)]) | s
 _WILD = st.dictionaries(_KEYS, _JSON | _value(FIELDS[0]) | st.dictionaries(_KEYS, _JSON, max_size=3), max_size=4)
 
 
+@settings(deadline=None)
 @given(st.text() | st.binary(), _WILD)
 def test_any_parameters_object_resolves_or_is_refused_in_one_bounded_line(prompt: str | bytes, params: Any) -> None:
     _check_refusal(lambda: resolve(prompt, {**_RATIO, **params}, RELEASED))
 
 
+@settings(deadline=None)
 @given(st.text() | st.binary() | _JSON.map(json.dumps) | st.text(alphabet='[]{}",:1e9.\\'))
 def test_any_bytes_parse_or_are_refused_in_one_bounded_line(raw: str | bytes) -> None:
     _check_refusal(lambda: resolve("a cat", parse_params(raw), RELEASED))
 
 
+@settings(deadline=None)
 @given(st.text() | st.binary() | _JSON.map(json.dumps))
 def test_any_bytes_restore_or_are_refused_in_one_bounded_line(raw: str | bytes) -> None:
     _check_refusal(lambda: restore(raw, RELEASED))
@@ -157,7 +164,8 @@ def test_a_value_outside_its_range_is_refused_with_the_field_and_the_bound(field
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.status is not Status.NOT_OFFERED], ids=lambda f: f.name)
 def test_a_value_of_another_type_is_refused_with_the_field(field: Field) -> None:
     wrong = 1 if isinstance(field.kind, Boolean) else True
-    for value in (wrong, None, [], {}):
+    values: list[Any] = [wrong, None, [], {}]
+    for value in values:
         with pytest.raises(RequestError) as caught:
             _resolve(**{field.name: value})
         assert (caught.value.field, caught.value.rule) == (field.name, field.kind.rule)

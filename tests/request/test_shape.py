@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.shape import Shape, canvas, grid_frames, legal_frames
@@ -38,6 +38,7 @@ def test_sixteen_lengths_are_legal() -> None:
     assert (lengths[0], lengths[-1], len(lengths)) == (107, 362, 16)
 
 
+@settings(deadline=None)
 @given(st.integers(5, 10_000))
 def test_the_grid_is_the_next_17n_plus_5(frames: int) -> None:
     expected = next(candidate for candidate in range(frames, frames + 17) if candidate % 17 == 5)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from export.miniature.tokenizer import SPECIAL_TOKENS, train
 from runtime.request import RequestError
 from runtime.text import Tokenizer, TokenizerError
 
@@ -75,6 +80,28 @@ def test_a_prompt_of_too_many_tokens_is_refused(file: Path) -> None:
     assert len(Tokenizer(file, maximum=length).encode("zqzqzq")) == length
     with pytest.raises(RequestError, match=f"at most {length - 1} tokens, this one has {length}"):
         Tokenizer(file, maximum=length - 1).encode("zqzqzq")
+
+
+@pytest.fixture(scope="module")
+def checkpoint_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer files of the miniature checkpoint, as they lie in its directory."""
+    directory = tmp_path_factory.mktemp("checkpoint_tokenizer")
+    for name, content in train().files().items():
+        (directory / name).write_text(content, encoding="utf-8")
+    return directory
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(SPECIAL_TOKENS) | st.text(), min_size=1).map("".join).filter(bool))
+def test_ids_equal_those_of_transformers(checkpoint_tokenizer: Path, prompt: str) -> None:
+    expected = _upstream(checkpoint_tokenizer)(prompt, add_special_tokens=False)["input_ids"]
+    assert type(_upstream(checkpoint_tokenizer)).__name__.startswith("Qwen2Tokenizer")
+    assert Tokenizer(checkpoint_tokenizer / "tokenizer.json").encode(prompt).tolist() == expected
+
+
+@cache
+def _upstream(directory: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(directory)
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "not JSON"])
