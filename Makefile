@@ -31,8 +31,9 @@ help: ## show the targets
 setup: $(INSTALLED) ## install everything into .venv (PYTHON=python3.11 chooses the interpreter)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "h3trt needs Python 3.11 or newer, $(PYTHON) is older or missing: make setup PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
+	  { echo "h3trt runs on Python 3.11 and 3.12 (Triton needs numpy 1, which newer ones have no build of);" \
+	    "$(PYTHON) is another or missing: make setup PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
 	  { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)

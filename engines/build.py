@@ -93,18 +93,19 @@ class _Plan:
 
     def steps(self) -> list[Step]:
         """Every step, after those that it requires."""
-        steps = [self._tokenizer(), *(self._bind(partition) for partition in self._profile.partitions)]
         checkpoint, exporter = describe_checkpoint(self._checkpoint, self._first), describe_exporter()
+        steps = [self._tokenizer(), *(self._bind(partition, exporter) for partition in self._profile.partitions)]
         for graph in self._graphs[self._first]:
             steps += graph.steps(checkpoint, exporter, self._weights)
         if self._profile.weights == "baked":
             steps += [g.bake_step(p, self._weights) for p, graphs in self._graphs.items() for g in graphs]
         return [*steps, self._manifest(tuple(step.name for step in steps))]
 
-    def _bind(self, partition: Partition) -> Step:
+    def _bind(self, partition: Partition, exporter: Mapping[str, Any]) -> Step:
         graphs = self._graphs[partition]
         instances = [instance for graph in graphs for instance in graph.binding.instances]
         depends_on = {
+            "exporter": exporter,
             "graphs": [graph.declaration for graph in graphs],
             "shared": [graph.declaration for graph in self._graphs[self._first]],
             "files": self._weights.identities(instances),

@@ -32,9 +32,9 @@ RECORDS = "build"
 
 @dataclass(frozen=True)
 class Product:
-    """A step's result. `files` maps paths relative to the store to bytes; `{sha}` in a path becomes the bytes' hash,
+    """A step's result: what it found out, and the files it made, by path relative to the store.
 
-    so that a new file never replaces one that the present manifest names.
+    `{sha}` in a path becomes the hash of the bytes, so that a new file never replaces one that a manifest names.
     """
 
     facts: Facts = field(default_factory=dict)

@@ -187,7 +187,7 @@ class EngineStore:
 
     def _verify_backend(self) -> None:
         package = self.manifest.profile.backend
-        built = self.manifest.versions[package]
+        built = self.manifest.versions.get(package, "of an unknown version")
         try:
             installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -16,7 +16,7 @@ Stages = Callable[[Mapping[str, Any]], None]
 
 
 class Step(Protocol):
-    """A step of a longer piece of work: its number from 1, how many there are if known, and "started" or how it ended."""
+    """A step of a longer piece of work: its number from 1, how many there are if known, "started" or how it ended."""
 
     @property
     def index(self) -> int: ...

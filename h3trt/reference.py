@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -18,7 +18,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import Min
 from diffusers.modular_pipelines.modular_pipeline import BlockState, ModularPipeline, ModularPipelineBlocks
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
 from diffusers.utils import logging
-from transformers import Qwen2TokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from export.checkpoint import Checkpoint, Weight, materialise
 from runtime.denoiser import State
@@ -56,7 +56,7 @@ class ReferencePipeline:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._components = {
             "text_encoder": _text_encoder(checkpoint),
-            "tokenizer": Qwen2TokenizerFast(tokenizer_file=str(checkpoint.tokenizer_file)),
+            "tokenizer": Qwen2Tokenizer(tokenizer_file=str(checkpoint.tokenizer_file)),
             "processor": _TextProcessor(),
             "transformer": _load(
                 MiniMaxH3Transformer3DModel(**checkpoint.config("denoiser")), checkpoint.parameters("denoiser")
@@ -114,11 +114,12 @@ class _Recorder:
 
     def keep(self, block_state: BlockState) -> None:
         # The loop's update step writes into these tensors.
-        self.states.append(State(block_state.latents.clone(), block_state.audio_latents.clone()))
+        latents = (getattr(block_state, name).clone() for name in ("latents", "audio_latents"))
+        self.states.append(State(*latents))
 
 
 class _RecordStep(ModularPipelineBlocks):
-    model_name = "minimax-h3"
+    model_name: ClassVar[str] = "minimax-h3"  # type: ignore[assignment, misc]  # diffusers declares it as None
 
     def __init__(self, recorder: _Recorder, start: bool) -> None:
         self._recorder = recorder

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engines.sessions.engine_set import EngineSet
+from engines.store import Partition
 from export.binding import bind
 from export.checkpoint import Checkpoint, materialise
 from export.compare import draw
@@ -120,7 +121,7 @@ def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)
 
 
-def _engine_differences(engines: EngineSet, graph: Graph, instance: int, partition: str) -> Iterator[float]:
+def _engine_differences(engines: EngineSet, graph: Graph, instance: int, partition: Partition) -> Iterator[float]:
     """Largest difference of each output at each trial, relative to the output's largest magnitude."""
     binding = bind(graph)
     module = BoundModule(graph, binding, instance)

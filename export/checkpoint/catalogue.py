@@ -16,7 +16,14 @@ from export.checkpoint.shards import ComponentFiles, read_files
 from export.checkpoint.strict_json import read_object
 from export.checkpoint.tree import Component, LayoutName, Place
 
-Config = denoiser.DenoiserConfig | text_encoder.TextEncoderConfig | video_vae.VideoVAEConfig | audio_vae.AudioVAEConfig
+DiffusersConfig = denoiser.DenoiserConfig | video_vae.VideoVAEConfig | audio_vae.AudioVAEConfig
+Config = DiffusersConfig | text_encoder.TextEncoderConfig
+
+DIFFUSERS_CONFIGS: Mapping[Component, type[DiffusersConfig]] = {
+    "denoiser": denoiser.DenoiserConfig,
+    "video_vae": video_vae.VideoVAEConfig,
+    "audio_vae": audio_vae.AudioVAEConfig,
+}
 
 FUSED_LAYOUTS: tuple[QKVLayout, ...] = ("interleaved", "stacked")
 
@@ -71,13 +78,8 @@ def _read_config(
         arguments = configuration.constructor_arguments(values)
     else:
         arguments, files = _translate(component, values, file)
-    models: dict[str, type[configuration.Configuration]] = {
-        "denoiser": denoiser.DenoiserConfig,
-        "video_vae": video_vae.VideoVAEConfig,
-        "audio_vae": audio_vae.AudioVAEConfig,
-    }
-    config = configuration.parse(models[component], arguments, file)
-    return config, config.model_dump(), files  # type: ignore[return-value]
+    config = configuration.parse(DIFFUSERS_CONFIGS[component], arguments, file)
+    return config, config.model_dump(), files
 
 
 def _translate(component: Component, values: dict[str, Any], file: Path) -> tuple[dict[str, Any], tuple[Path, ...]]:
@@ -112,9 +114,8 @@ def _check(files: ComponentFiles, expected: Mapping[str, Declared]) -> None:
         stored = files.tensors.get(key)
         if stored is None:
             raise CheckpointError(files.listing, key, declared, "no such tensor")
-        found = Declared(stored.shape, stored.dtype)
-        if declared.dtype != found.dtype or declared.shape not in (None, found.shape):
-            raise CheckpointError(stored.file, key, declared, found)
+        if declared.dtype != stored.dtype or declared.shape not in (None, stored.shape):
+            raise CheckpointError(stored.file, key, declared, Declared(stored.shape, stored.dtype))
     for key, stored in files.tensors.items():
         if key not in expected:
             found = f"an unexpected {DTYPE_NAMES[stored.dtype]} {list(stored.shape)}"

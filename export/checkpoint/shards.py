@@ -85,9 +85,8 @@ def _refuse_unlisted_shards(directory: Path, stem: str, index: Path, names: list
     pattern = re.compile(re.escape(stem) + r"-\d{5}-of-\d{5}\.safetensors")
     unlisted = {path.name for path in directory.iterdir() if pattern.fullmatch(path.name)} - set(names)
     if unlisted:
-        raise CheckpointError(
-            index, "weight_map", f"every shard in {directory.name}/", f"no mention of {min(unlisted)}"
-        )
+        found = f"no mention of {min(unlisted)}"
+        raise CheckpointError(index, "weight_map", f"every shard in {directory.name}/", found)
 
 
 def _check_total(index: Path, contents: Mapping[str, Any], nbytes: int) -> None:

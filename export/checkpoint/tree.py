@@ -1,4 +1,4 @@
-"""Where each component lies in the two checkpoint layouts (spec/model.md 1a and 1d), and which layout a directory is."""
+"""Recognises the two checkpoint layouts and knows where each component lies (spec/model.md 1a and 1d)."""
 
 from __future__ import annotations
 

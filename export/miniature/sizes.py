@@ -69,9 +69,15 @@ class Sizes:
 
 def released(special_ids: dict[str, int]) -> Sizes:
     """The release: 33.1 B transformer, Qwen3-VL-32B, 2.6 B video VAE, 151 M audio VAE."""
-    text = {"hidden_size": 5120, "num_attention_heads": 64, "head_dim": 128, "intermediate_size": 25600}
+    text: dict[str, Any] = {"hidden_size": 5120, "num_attention_heads": 64, "head_dim": 128, "intermediate_size": 25600}
     text |= {"num_hidden_layers": 64, "vocab_size": 151936}
-    vision = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "out_hidden_size": 5120}
+    vision: dict[str, Any] = {
+        "depth": 27,
+        "hidden_size": 1152,
+        "num_heads": 16,
+        "intermediate_size": 4304,
+        "out_hidden_size": 5120,
+    }
     vision |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
     return Sizes(
         denoiser=DenoiserConfig(),
@@ -88,9 +94,15 @@ def miniature(special_ids: dict[str, int], vocab: int) -> Sizes:
     Kept: head_dim 128 and 8 heads (so that 8 ranks are possible), the rotary split, channels and patches of both
     latents, clip and tile sizes, 50 conditioning layers of more, grouped key/value heads, the audio rates.
     """
-    text = {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 16, "intermediate_size": 64}
+    text: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 16, "head_dim": 16, "intermediate_size": 64}
     text |= {"num_hidden_layers": 52, "vocab_size": vocab}
-    vision = {"depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+    vision: dict[str, Any] = {
+        "depth": 4,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+    }
     vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1, 2]}
     return Sizes(
         denoiser=DenoiserConfig(

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -133,7 +134,7 @@ def train() -> TokenizerFiles:
     while len(merges) < MERGES:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, count in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in pairwise(word):
                 pairs[pair] += count
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)

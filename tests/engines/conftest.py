@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import small_checkpoint
-from workshop import Workshop, write_profile
 
 from engines import build as building
+from tests.engines import small_checkpoint
+from tests.engines.workshop import Workshop, write_profile
 
 
 def use_small_graphs(patch: pytest.MonkeyPatch) -> None:

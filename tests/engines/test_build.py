@@ -8,10 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import small_checkpoint
 import torch
 from filelock import FileLock
-from workshop import Workshop, write_profile
 
 from engines import build as building
 from engines import graph_steps
@@ -19,6 +17,8 @@ from engines.build import BuildError, BuildReport, build
 from engines.sessions.engine_set import EngineSet
 from engines.steps import StepEvent, StepFailed
 from engines.store import LOCK, EngineStore, StoreError
+from tests.engines import small_checkpoint
+from tests.engines.workshop import Workshop, write_profile
 
 
 def files(store: Path) -> dict[Path, int]:

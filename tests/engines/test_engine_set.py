@@ -8,10 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_checkpoint
 import torch
-from small_checkpoint import SmallCheckpoint
-from workshop import Workshop
 
 from engines.build import build
 from engines.profile import PARTITIONS
@@ -19,6 +16,9 @@ from engines.sessions.engine_set import EngineInputError, EngineSet
 from engines.sessions.onnxruntime import Interrupted
 from engines.sessions.weights import MappedWeights
 from engines.store import EngineStore, Partition
+from tests.engines import small_checkpoint
+from tests.engines.small_checkpoint import SmallCheckpoint
+from tests.engines.workshop import Workshop
 
 # float32 against float64: inner products of at most 16 items and a softmax over 40 rows, on values of order 1.
 TOLERANCE = 5e-6

@@ -9,9 +9,9 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from workshop import Workshop
 
 from engines.store import EngineStore, StoreError, rebuild_command, write_atomically
+from tests.engines.workshop import Workshop
 
 
 def refusal(workshop: Workshop) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.conftest import Demonstration
 from tests.serving.toy_repository import write_toy_repository
 from triton_repo.names import PUBLIC_MODELS
 from triton_repo.ports import port_is_free
@@ -23,17 +20,12 @@ from triton_repo.shared_memory import FAMILY
 from triton_repo.shared_memory import ROOT as SHARED_MEMORY
 
 TOY_READY_SECONDS = 60.0
-H3TRT = (sys.executable, "-c", "from h3trt.cli import main; main()")
 READY_SECONDS = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _installed() -> None:
-    """Triton's Python sees only what is installed, not pytest's path."""
-    try:
-        importlib.metadata.version("h3trt")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.fail("these tests need the project installed in this environment: pip install -e .", pytrace=False)
+def _installed(installed: None) -> None:
+    """All of these tests start models that import the installed project."""
 
 
 class Toy:
@@ -66,26 +58,6 @@ def shared_toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 def toy_server(shared_toy: Toy) -> Iterator[TritonServer]:
     with TritonServer(shared_toy.settings) as server:
         yield server
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """What `h3trt demo` made: the clip, and the engine store of its miniature."""
-
-    clip: Path
-    store: Path
-    output: str
-
-
-@pytest.fixture(scope="session")
-def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Demonstration:
-    """The whole way from a checkpoint to a clip, as `make demo` goes it."""
-    directory = tmp_path_factory.mktemp("demo")
-    work, clip = directory / "work", directory / "out" / "demo.mp4"
-    command = [*H3TRT, "demo", "--work", str(work), "--out", str(clip)]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return Demonstration(clip, work / "engines", result.stdout)
 
 
 @pytest.fixture(scope="session")

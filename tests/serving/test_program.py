@@ -15,7 +15,7 @@ import pytest
 
 from engines.store import EngineStore
 from runtime.probe import inspect_mp4
-from tests.serving.conftest import H3TRT, Demonstration
+from tests.conftest import H3TRT, Demonstration
 from tests.serving.test_requests import PROMPT
 from triton_repo.errors import ServerError
 from triton_repo.names import PUBLIC_MODELS

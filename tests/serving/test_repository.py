@@ -10,7 +10,7 @@ from google.protobuf import text_format
 from hypothesis import given
 from tritonclient.grpc import model_config_pb2
 
-from tests.serving.conftest import Demonstration
+from tests.conftest import Demonstration
 from triton_repo import pbtxt
 from triton_repo.config import (
     DYNAMIC,

@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 from runtime.pipeline import Pipeline
 from runtime.probe import inspect_mp4
 from runtime.request import RequestError, Resolved, parse_params
+from tests.conftest import Demonstration
 from tests.request.vectors import SMALL, VECTORS, Vector
-from tests.serving.conftest import Demonstration
 from triton_repo.client import Client, ClientError, Failure
 from triton_repo.server import TritonServer
 

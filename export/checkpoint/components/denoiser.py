@@ -164,6 +164,11 @@ _MODULES: Mapping[str, str] = {
     "audio_proj_out": "final_layer.audio_out",
 }
 
+_BLOCKS: Mapping[str, str] = {
+    "transformer_blocks.": "blocks.",
+    "token_refiner.refiner_blocks.": "token_refiner.blocks.",
+}
+
 _IN_BLOCK: Mapping[str, str] = {
     "attn.norm_q.weight": "attn.q_norm.weight",
     "attn.norm_k.weight": "attn.k_norm.weight",
@@ -183,10 +188,7 @@ def native_only(config: DenoiserConfig) -> dict[str, Declared]:
 
 
 def _recipe(name: str, heads: int) -> Recipe:
-    for ours, native in (
-        ("transformer_blocks.", "blocks."),
-        ("token_refiner.refiner_blocks.", "token_refiner.blocks."),
-    ):
+    for ours, native in _BLOCKS.items():
         if name.startswith(ours):
             layer, inner = name.removeprefix(ours).split(".", 1)
             return _block_recipe(f"{native}{layer}.", inner, heads)

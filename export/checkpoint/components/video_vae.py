@@ -160,6 +160,7 @@ def dimensions(config: VideoVAEConfig) -> VideoVAEDimensions:
         latents_mean=config.latents_mean,
         latents_std=config.latents_std,
         spatial_ratio=prod(config.spatial_downsample_factors),
+        temporal_ratio=ratio,
         clip_frames=config.clip_length,
         clip_latents=-(-config.clip_length // ratio),
         token_drop=config.token_drop,

@@ -1,0 +1,47 @@
+"""A canvas of many tiles and many rows, and what is refused: memory must not grow with the square of the rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.pipeline import Pipeline
+from runtime.refusal import RequestError
+
+GENERATE = """
+import resource, sys
+from runtime.events import Cancellation
+from runtime.pipeline import Pipeline
+from runtime.probe import inspect_mp4
+
+pipeline = Pipeline.open(sys.argv[1])
+shape = {"duration": 4, "aspect_ratio": "1:1", "width": 768, "height": 768, "num_inference_steps": 1}
+resolved = pipeline.resolve("A red fox", shape)
+clip = pipeline.generate(resolved, lambda event: None, Cancellation())
+assert not inspect_mp4(clip).problems(768, 768, 107), inspect_mp4(clip).problems(768, 768, 107)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_768x768_runs_in_bounded_memory(store: Path) -> None:
+    """18,788 rows in 16 tiles a chunk. Scores of one block would be 11.3 GB if attention materialised them."""
+    result = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(store)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert result.returncode == 0, result.stderr
+    peak = int(result.stdout.split()[-1])
+    assert peak < 3 << 30, f"{peak / 2**30:.2f} GiB"
+
+
+def test_what_exceeds_memory_is_refused_with_the_largest_canvas_that_fits(store: Path) -> None:
+    pipeline = Pipeline.open(store)
+    shape = {"duration": 15, "aspect_ratio": "1:1", "width": 8192, "height": 8192}
+    with pytest.raises(RequestError) as refusal:
+        pipeline.resolve("A red fox", shape)
+    assert "8192" in str(refusal.value)
+    nearest = str(refusal.value.nearest)
+    assert "x" in nearest, nearest
