@@ -60,6 +60,10 @@ class Pipeline:
         """What the store was built from and for."""
         return self._engines.manifest
 
+    def warm(self) -> None:
+        """Opens every engine now, so that the first request is as quick as the others."""
+        self._engines.warm()
+
     def resolve(self, prompt: bytes | str, params: Mapping[str, Any]) -> Resolved:
         """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
         resolved = resolve(prompt, params, self._dimensions)

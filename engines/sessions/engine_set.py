@@ -96,6 +96,16 @@ class EngineSet:
             finally:
                 self._running = None
 
+    def warm(self) -> None:
+        """Opens every session and maps every weight now, which the first run of each would otherwise do."""
+        with self._lock:
+            for partition in self._partitions:
+                for graph in dict.fromkeys(key.graph for key in self._engines):
+                    for instance in range(self.manifest.graphs[graph].instances):
+                        self._session(graph, instance, partition)
+                        if not self._baked:
+                            self._bound(graph, instance, partition)
+
     def interrupt(self) -> None:
         """Stops the call that is running, if any, at its next operator; it raises `Interrupted`. For other threads."""
         running = self._running

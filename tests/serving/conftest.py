@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 from tests.conftest import Demonstration
 from tests.serving.toy_repository import write_toy_repository
 from triton_repo.names import PUBLIC_MODELS
-from triton_repo.ports import port_is_free
+from triton_repo.ports import DEFAULT_PORTS, port_is_free
 from triton_repo.repository import RepositorySettings, render
 from triton_repo.server import ServerSettings, TritonServer
-from triton_repo.shared_memory import FAMILY
 from triton_repo.shared_memory import ROOT as SHARED_MEMORY
+from triton_repo.shared_memory import private_prefix
 
 TOY_READY_SECONDS = 60.0
 READY_SECONDS = pytest.StashKey[float]()
@@ -81,15 +82,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 class Traces:
-    """What one server has of this machine: processes, ports, shared memory, temporary folders."""
+    """What one tritonserver has of this machine: processes, ports, shared memory, temporary folders."""
 
-    def __init__(self, server: TritonServer) -> None:
-        process = psutil.Process(server.pid)
+    def __init__(self, pid: int) -> None:
+        process = psutil.Process(pid)
         self.processes = [process, *process.children(recursive=True)]
-        endpoints = server.endpoints
-        self.ports = [int(address.split(":")[1]) for address in (endpoints.grpc, endpoints.http, endpoints.metrics)]
-        prefix = _argument(process, "shm-region-prefix-name=")
-        self.prefix = prefix
+        self.ports = [int(_argument(process, f"--{service}-port=")) for service in DEFAULT_PORTS]
+        self.prefix = _argument(process, "shm-region-prefix-name=")
         self.backends = Path(_argument(process, "--backend-directory="))
         assert self.shared_memory(), "a running server has shared memory"
 
@@ -116,8 +115,16 @@ def _argument(process: psutil.Process, name: str) -> str:
 
 
 @pytest.fixture
-def no_shared_memory_left() -> Iterator[None]:
-    """Fails when a test leaves shared memory of any of our servers that was not there before."""
-    before = set(SHARED_MEMORY.glob(f"{FAMILY}*"))
-    yield
-    assert set(SHARED_MEMORY.glob(f"{FAMILY}*")) <= before
+def prefixes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The shared memory prefixes of the servers that a test starts; fails when one of them leaves a file."""
+    used: list[str] = []
+
+    @contextmanager
+    def recorded() -> Iterator[str]:
+        with private_prefix() as prefix:
+            used.append(prefix)
+            yield prefix
+
+    monkeypatch.setattr("triton_repo.server.private_prefix", recorded)
+    yield used
+    assert [path for prefix in used for path in SHARED_MEMORY.glob(f"{prefix}*")] == []

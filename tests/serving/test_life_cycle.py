@@ -20,9 +20,9 @@ from triton_repo.client import Client, ClientError, Failure
 from triton_repo.errors import ServerError
 from triton_repo.ports import LOOPBACK
 from triton_repo.server import TritonServer
-from triton_repo.shared_memory import FAMILY, ROOT, remove_abandoned
+from triton_repo.shared_memory import remove_abandoned
 
-pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
+pytestmark = pytest.mark.usefixtures("prefixes")
 
 
 class Background:
@@ -49,7 +49,7 @@ class Background:
 def test_stopping_leaves_nothing(toy: Toy) -> None:
     models: list[str] = []
     with TritonServer(toy.settings, models.append) as server:
-        traces = Traces(server)
+        traces = Traces(server.pid)
         assert len(traces.processes) == 4
     assert traces.left() == []
     assert sorted(models) == ["first", "h3", "h3_stream", "second"]
@@ -60,7 +60,7 @@ def test_an_exception_in_the_block_leaves_nothing(toy: Toy) -> None:
 
     def interrupted() -> None:
         with TritonServer(toy.settings) as server:
-            found.append(Traces(server))
+            found.append(Traces(server.pid))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -96,7 +96,7 @@ def test_draining_ends_at_its_limit(toy: Toy) -> None:
         call = Background(lambda: Client(server.endpoints.grpc).generate("p", {"units": 1000, "pause": 0.1}))
         time.sleep(0.5)
         assert not server.drain(1)
-        traces = Traces(server)
+        traces = Traces(server.pid)
     assert traces.left() == []
     assert isinstance(call.join(), ClientError)
 
@@ -111,17 +111,17 @@ def test_a_killed_parent_leaves_no_process_and_the_next_start_removes_its_shared
     directory.mkdir()
     parent = subprocess.Popen([sys.executable, "-c", script, str(directory)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    server = psutil.Process(int(parent.stdout.readline()))
-    processes = [server, *server.children(recursive=True)]
+    traces = Traces(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert psutil.wait_procs(processes, timeout=5)[1] == []
-    assert remove_abandoned() != []
+    assert psutil.wait_procs(traces.processes, timeout=5)[1] == []
+    remove_abandoned()
+    assert traces.shared_memory() == []
 
 
 def test_the_shared_memory_of_a_running_server_is_not_removed(toy_server: TritonServer) -> None:
-    traces = Traces(toy_server)
+    traces = Traces(toy_server.pid)
     before = traces.shared_memory()
     assert traces.prefix not in remove_abandoned()
     assert traces.shared_memory() == before
@@ -129,13 +129,11 @@ def test_the_shared_memory_of_a_running_server_is_not_removed(toy_server: Triton
 
 def test_a_model_that_does_not_load_is_told_with_its_own_text(toy: Toy) -> None:
     (toy.store / "broken").touch()
-    before = set(ROOT.glob(f"{FAMILY}*"))
     with pytest.raises(
         ServerError,
         match=r"did not start:\n(first, second|second, first): the toy is broken; to mend it, run: make toy\n",
     ):
         TritonServer(toy.settings).__enter__()
-    assert set(ROOT.glob(f"{FAMILY}*")) == before
 
 
 def test_a_port_in_use_is_refused_with_its_option(toy: Toy) -> None:
@@ -148,10 +146,10 @@ def test_a_port_in_use_is_refused_with_its_option(toy: Toy) -> None:
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(toy: Toy) -> None:
-    before = {process.pid for process in psutil.process_iter() if process.name() == "tritonserver"}
+    before = psutil.Process().children(recursive=True)
     with pytest.raises(ServerError, match=r"not ready after 0.01 s"):
         TritonServer(replace(toy.settings, ready_timeout=0.01)).__enter__()
-    assert {process.pid for process in psutil.process_iter() if process.name() == "tritonserver"} <= before
+    assert [child for child in psutil.Process().children(recursive=True) if child not in before] == []
 
 
 def test_a_server_that_dies_is_noticed(toy: Toy) -> None:

@@ -16,13 +16,12 @@ import pytest
 from engines.store import EngineStore
 from runtime.probe import inspect_mp4
 from tests.conftest import H3TRT, Demonstration
+from tests.serving.conftest import Traces
 from tests.serving.test_requests import PROMPT
 from triton_repo.errors import ServerError
 from triton_repo.names import PUBLIC_MODELS
-from triton_repo.ports import port_is_free
 from triton_repo.repository import RepositorySettings, render
 from triton_repo.server import ServerSettings, TritonServer
-from triton_repo.shared_memory import FAMILY, ROOT
 
 OPTIONS = ["--seconds", "4", "--aspect-ratio", "1:1", "--width", "256", "--height", "256", "--seed", "5"]
 
@@ -83,9 +82,17 @@ class Serve:
         """Wait for the endpoints; the gRPC one."""
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(3)]
-        self.addresses = [line.split()[1] for line in lines]
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
-        return self.addresses[0]
+        return lines[0].split()[1]
+
+    def traces(self) -> Traces:
+        """What its tritonserver has, which is waited for."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self.process.pid).children():
+                if child.name() == "tritonserver":
+                    return Traces(child.pid)
+            time.sleep(0.05)
+        raise AssertionError("no tritonserver was started")
 
     def stop(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; the exit code."""
@@ -94,17 +101,13 @@ class Serve:
         return self.process.returncode
 
 
-@pytest.fixture
-def shared_memory_before() -> set[Path]:
-    return set(ROOT.glob(f"{FAMILY}*"))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_drains_and_leaves_nothing(
-    demonstration: Demonstration, tmp_path: Path, shared_memory_before: set[Path], number: signal.Signals
+    demonstration: Demonstration, tmp_path: Path, number: signal.Signals
 ) -> None:
     serve = Serve(demonstration.store, tmp_path)
     url = serve.ready()
+    traces = serve.traces()
     running = subprocess.Popen(
         [*H3TRT, "generate", *OPTIONS, "--forwards", "2", "--url", url, "--out", "clip.mp4", "--", PROMPT],
         cwd=tmp_path,
@@ -117,23 +120,15 @@ def test_a_signal_drains_and_leaves_nothing(
     running.communicate(timeout=60)
     assert (code, running.returncode) == (0, 0), serve.errors
     assert inspect_mp4(tmp_path / "clip.mp4").problems(256, 256, 107) == []
-    assert psutil.wait_procs(serve.children, timeout=1)[1] == []
-    ports = [int(address.removesuffix("/metrics").rsplit(":", 1)[1]) for address in serve.addresses]
-    assert all(map(port_is_free, ports))
-    assert set(ROOT.glob(f"{FAMILY}*")) <= shared_memory_before
+    assert traces.left() == []
 
 
-def test_a_signal_while_starting_leaves_nothing(
-    demonstration: Demonstration, tmp_path: Path, shared_memory_before: set[Path]
-) -> None:
+def test_a_signal_while_starting_leaves_nothing(demonstration: Demonstration, tmp_path: Path) -> None:
     serve = Serve(demonstration.store, tmp_path)
-    deadline = time.monotonic() + 60
-    while not (children := psutil.Process(serve.process.pid).children(recursive=True)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    traces = serve.traces()
     assert serve.stop(signal.SIGINT) == 130
     assert "Traceback" not in serve.errors
-    assert psutil.wait_procs(children, timeout=1)[1] == []
-    assert set(ROOT.glob(f"{FAMILY}*")) <= shared_memory_before
+    assert traces.left() == []
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ class TritonPythonModel(adapter.Model):
     def open(self, store: Path) -> None:
         """Open the decoders' engines."""
         self.pipeline = Pipeline.open(store, stages=["decode"])
+        self.pipeline.warm()
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Decodes and encodes; refuses latents whose shape is not the request's."""

@@ -20,6 +20,7 @@ class TritonPythonModel(adapter.Model):
     def open(self, store: Path) -> None:
         """Open the denoiser's engines."""
         self.pipeline = Pipeline.open(store, stages=["denoise"])
+        self.pipeline.warm()
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Runs all forwards of the request; a cancelled request stops before the next one."""

@@ -20,6 +20,7 @@ class TritonPythonModel(adapter.Model):
     def open(self, store: Path) -> None:
         """Open the text encoder's engines."""
         self.pipeline = Pipeline.open(store, stages=["encode"])
+        self.pipeline.warm()
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Runs the text encoder; refuses token ids outside the vocabulary."""

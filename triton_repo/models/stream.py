@@ -24,6 +24,7 @@ class TritonPythonModel(adapter.Model):
     def open(self, store: Path) -> None:
         """Open the engines of all stages."""
         self.pipeline = Pipeline.open(store)
+        self.pipeline.warm()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answers each request with its messages, one request after the other."""
