@@ -68,14 +68,6 @@ def test_the_demo_fits_two_gibibytes() -> None:
     assert _model(2 * GIB).admit(_request(size="256x256", duration=4), text_rows=500).peak <= 2 * GIB
 
 
-def test_the_table_cache_is_bounded_by_its_share_of_the_budget_and_by_what_is_worth_keeping() -> None:
-    small, large = _model(1 << 20), _model(64 * GIB)
-    assert small.modulation_cache == (1 << 20) // 8
-    # 256 steps of 4 slots in float32, each a table for every block and the head's.
-    sizes = MINIATURE.denoiser
-    assert large.modulation_cache == 256 * 4 * 4 * (sizes.layers * sizes.adaln_features + 2 * sizes.hidden)
-
-
 def test_the_demo_fits_768_square_on_twelve_gibibytes() -> None:
     _model(12 * GIB).admit(_request(size="768x768", duration=4), text_rows=500)
 
