@@ -73,16 +73,18 @@ def _read_config(
     if component == "text_encoder":
         arguments = text_encoder.constructor_arguments(values)
         return configuration.parse(text_encoder.TextEncoderConfig, arguments, file), arguments, (file,)
-    files: tuple[Path, ...] = (file,)
     if layout == "diffusers":
-        arguments = configuration.constructor_arguments(values)
+        files: tuple[Path, ...] = (file,)
+        found = configuration.Translation(configuration.constructor_arguments(values), {})
     else:
-        arguments, files = _translate(component, values, file)
-    config = configuration.parse(DIFFUSERS_CONFIGS[component], arguments, file)
+        found, files = _translate(component, values, file)
+    config = configuration.parse(DIFFUSERS_CONFIGS[component], found.arguments, file, found.origins)
     return config, config.model_dump(), files
 
 
-def _translate(component: Component, values: dict[str, Any], file: Path) -> tuple[dict[str, Any], tuple[Path, ...]]:
+def _translate(
+    component: Component, values: dict[str, Any], file: Path
+) -> tuple[configuration.Translation, tuple[Path, ...]]:
     """Native configuration files as diffusers constructor arguments."""
     if component == "denoiser":
         return denoiser.from_native(values, file), (file,)

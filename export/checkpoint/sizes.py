@@ -56,10 +56,6 @@ def _check_joints(sizes: Dimensions, file: Path) -> None:
         "text_dim": (sizes.denoiser.text_dim, sizes.text_encoder.hidden, "the text encoder's hidden_size"),
         "in_channels": (sizes.denoiser.video_channels, video.latent_channels, "the video VAE's latent channels"),
         "audio_in_channels": (sizes.denoiser.audio_channels, audio.latent_channels, "the audio VAE's latent channels"),
-        "latents_mean": (len(video.latents_mean), video.latent_channels, "one for each video latent channel"),
-        "latents_std": (len(video.latents_std), video.latent_channels, "one for each video latent channel"),
-        "audio latents_mean": (len(audio.latents_mean), audio.latent_channels, "one for each audio latent channel"),
-        "audio latents_std": (len(audio.latents_std), audio.latent_channels, "one for each audio latent channel"),
     }
     for key, (found, wanted, owner) in joints.items():
         if found != wanted:

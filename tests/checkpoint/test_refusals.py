@@ -60,8 +60,8 @@ def test_tensors_must_be_those_of_the_configuration(
 
 
 def test_a_native_fused_tensor_of_the_wrong_shape_is_refused(native_root: Path, copied: Copy) -> None:
-    root = copied(native_root)
-    shard = next((root / "FL2VA" / "transformer").glob("*-00001-of-*.safetensors"))
+    root = copied(native_root / "FL2VA")
+    shard = next((root / "transformer").glob("*-00001-of-*.safetensors"))
     key = "blocks.0.attn.qkv_proj.weight"
     edit_tensors(shard, put(key, torch.zeros(1024, 192, dtype=torch.bfloat16)))
     (shard.parent / "model.safetensors.index.json").write_text(_index_without_total(shard.parent))
@@ -76,8 +76,8 @@ def _index_without_total(directory: Path) -> str:
 
 
 def test_a_shard_key_missing_from_a_sharded_component_names_the_index(native_root: Path, copied: Copy) -> None:
-    root = copied(native_root)
-    directory = root / "FL2VA" / "transformer"
+    root = copied(native_root / "FL2VA")
+    directory = root / "transformer"
     index = directory / "model.safetensors.index.json"
     key = "final_layer.norm.weight"
     shard = directory / json.loads(index.read_text())["weight_map"][key]
@@ -90,24 +90,38 @@ def test_a_shard_key_missing_from_a_sharded_component_names_the_index(native_roo
 
 
 NATIVE_CONFIGS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
-    ("FL2VA/transformer/config.json", drop("latents_dim"), "latents_dim"),
-    ("FL2VA/transformer/config.json", put("num_layers", "2"), "num_layers"),
-    ("FL2VA/transformer/config.json", put("num_layers", True), "num_layers"),
-    ("FL2VA/transformer/config.json", put("hidden_size", None), "hidden_size"),
-    ("FL2VA/transformer/config.json", put("adaln_out_features", 1), "adaln_out_features"),
-    ("FL2VA/transformer/config.json", put("patch_size", [1, 2]), "patch_size.2"),
-    ("FL2VA/video_vae/config.json", drop("vae_clip_length"), "vae_clip_length"),
-    ("FL2VA/video_vae/config.json", put("latents_mean", [0.0] * 23), "latents_mean"),
-    ("FL2VA/video_vae/source/config.json", put("use_vit_decoder", False), "use_vit_decoder"),
-    ("FL2VA/video_vae/source/config.json", put("ch_mult", 3), "ch_mult"),
-    ("FL2VA/video_vae/source/config.json", put("vit_decoder_kwargs", []), "vit_decoder_kwargs"),
-    ("FL2VA/audio_vae/config.json", put("sample_rate", 44100), "sample_rate"),
-    ("FL2VA/audio_vae/metadata.json", put("metadata", None), "metadata"),
-    ("FL2VA/text_encoder/config.json", put("tie_word_embeddings", True), "tie_word_embeddings"),
-    ("FL2VA/model_index.json", drop("_minimax_h3"), "_minimax_h3"),
-    ("FL2VA/model_index.json", lambda v: v["_minimax_h3"].update(partition="ref2va"), "_minimax_h3.partition"),
-    ("FL2VA/model_index.json", lambda v: v["_minimax_h3"].update(sigma_shift_scales={"video": 12}), "audio"),
-    ("FL2VA/model_index.json", lambda v: v["_minimax_h3"]["sigma_shift_scales"].update(video=-1), "video"),
+    ("transformer/config.json", drop("latents_dim"), "latents_dim"),
+    ("transformer/config.json", put("num_layers", "2"), "num_layers"),
+    ("transformer/config.json", put("num_layers", True), "num_layers"),
+    ("transformer/config.json", put("ffn_hidden_size", -1), "ffn_hidden_size"),
+    ("transformer/config.json", put("hidden_size", None), "hidden_size"),
+    ("transformer/config.json", put("adaln_out_features", 1), "adaln_out_features"),
+    ("transformer/config.json", put("patch_size", [1, 2]), "patch_size.2"),
+    ("video_vae/config.json", drop("vae_clip_length"), "vae_clip_length"),
+    ("video_vae/config.json", put("vae_token_drop", 1.5), "vae_token_drop"),
+    ("video_vae/config.json", put("latents_mean", [0.0] * 23), "latents_mean"),
+    ("video_vae/source/config.json", put("use_vit_decoder", False), "use_vit_decoder"),
+    ("video_vae/source/config.json", put("ch_mult", 3), "ch_mult"),
+    ("video_vae/source/config.json", put("time_down", [1, 2]), "time_down"),
+    ("video_vae/source/config.json", put("vit_decoder_kwargs", []), "vit_decoder_kwargs"),
+    (
+        "video_vae/source/config.json",
+        lambda values: values["vit_decoder_kwargs"].update(heads="2"),
+        "vit_decoder_kwargs.heads",
+    ),
+    ("audio_vae/config.json", put("sample_rate", 44100), "sample_rate"),
+    ("audio_vae/config.json", put("latents_std", [1.0] * 31), "latents_std"),
+    ("audio_vae/metadata.json", put("metadata", None), "metadata"),
+    (
+        "audio_vae/metadata.json",
+        lambda values: values["metadata"]["kwargs"].update(decoder_rates=[5, 5, 2]),
+        "metadata.kwargs.decoder_rates",
+    ),
+    ("text_encoder/config.json", put("tie_word_embeddings", True), "tie_word_embeddings"),
+    ("model_index.json", drop("_minimax_h3"), "_minimax_h3"),
+    ("model_index.json", lambda values: values["_minimax_h3"].update(partition="t2va"), "_minimax_h3.partition"),
+    ("model_index.json", lambda values: values["_minimax_h3"].update(sigma_shift_scales={"video": 12}), "audio"),
+    ("model_index.json", lambda values: values["_minimax_h3"]["sigma_shift_scales"].update(video=-1), "video"),
 ]
 
 
@@ -115,13 +129,26 @@ NATIVE_CONFIGS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
 def test_a_native_configuration_value_is_refused_by_file_and_key(
     native_root: Path, copied: Copy, file: str, change: Callable[[dict[str, Any]], None], key: str
 ) -> None:
-    root = copied(native_root)
+    root = copied(native_root / "FL2VA")
     edit_json(root / file, change)
     with pytest.raises(CheckpointError) as refused:
         Checkpoint.open(root)
-    assert refused.value.key == key
-    # A count that contradicts another component is reported where the transformer says it.
-    assert refused.value.file in (root / file, root / "FL2VA/transformer/config.json")
+    assert (refused.value.file, refused.value.key) == (root / file, key)
+
+
+def test_a_partition_in_the_wrong_folder_is_refused(native_root: Path, copied: Copy) -> None:
+    root = copied(native_root)
+    (root / "FL2VA").rename(root / "spare")
+    (root / "Ref2VA").rename(root / "FL2VA")
+    with pytest.raises(CheckpointError, match=r"_minimax_h3.partition: expected 'fl2va', found 'ref2va'"):
+        Checkpoint.open(root)
+
+
+def test_partitions_of_different_sizes_are_refused(native_root: Path, copied: Copy) -> None:
+    root = copied(native_root)
+    edit_json(root / "Ref2VA" / "model_index.json", lambda v: v["_minimax_h3"]["sigma_shift_scales"].update(video=6))
+    with pytest.raises(CheckpointError, match="the sizes and shifts of fl2va"):
+        Checkpoint.open(root)
 
 
 def test_an_unknown_diffusers_argument_is_refused(diffusers_root: Path, copied: Copy) -> None:
@@ -155,10 +182,10 @@ def _drop_layers(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("file", "found"),
-    [("FL2VA/tokenizer/tokenizer.json", "no such file"), ("FL2VA/audio_vae/metadata.json", "No such file")],
+    [("tokenizer/tokenizer.json", "no such file"), ("audio_vae/metadata.json", "No such file")],
 )
 def test_a_missing_file_is_named(native_root: Path, copied: Copy, file: str, found: str) -> None:
-    root = copied(native_root)
+    root = copied(native_root / "FL2VA")
     (root / file).unlink()
     with pytest.raises(CheckpointError, match=found) as refused:
         Checkpoint.open(root)
@@ -193,7 +220,7 @@ def test_a_changed_byte_of_data_is_found_by_its_hash(diffusers_root: Path, copie
         stream.seek(-1, 2)
         stream.write(bytes([last ^ 1]))
     checkpoint = Checkpoint.open(root)
-    with pytest.raises(CheckpointError, match="sha256: expected [0-9a-f]{64}, found [0-9a-f]{64}") as refused:
+    with pytest.raises(CheckpointError, match=r"sha256: expected [0-9a-f]{64}, found [0-9a-f]{64}") as refused:
         checkpoint.verify_hashes()
     assert refused.value.file == root / AUDIO
 

@@ -100,5 +100,5 @@ def test_a_declaration_must_be_the_same_in_all_files_that_make_it(sharded: Path)
     write_tensors(sharded / FIRST, {"a": torch.ones(3)}, {"qkv_layout": "stacked"})
     assert read_files(sharded, "model").declared("qkv_layout") == "stacked"
     write_tensors(sharded / SECOND, {"b": torch.zeros(2, 2)}, {"qkv_layout": "interleaved"})
-    with pytest.raises(CheckpointError, match="stacked.*interleaved"):
+    with pytest.raises(CheckpointError, match=r"stacked.*interleaved"):
         read_files(sharded, "model").declared("qkv_layout")

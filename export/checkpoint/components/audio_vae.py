@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import FiniteFloat, PositiveFloat, PositiveInt
+from pydantic import FiniteFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from export.checkpoint.components.configuration import Configuration, require, take, take_sizes
+from export.checkpoint.components.configuration import (
+    Configuration,
+    Translation,
+    require,
+    same_length,
+    take,
+    take_sizes,
+    translate,
+)
 from export.checkpoint.safetensors_file import Declared
 from export.checkpoint.strict_json import section
 from plugins.dimensions import AUDIO_CHANNELS, AudioVAEDimensions
@@ -36,8 +45,43 @@ class AudioVAEConfig(Configuration):
     latents_mean: tuple[FiniteFloat, ...]
     latents_std: tuple[PositiveFloat, ...]
 
+    @field_validator("decoder_rates")
+    @classmethod
+    def _same_hop(cls, values: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        hop = prod(info.data.get("encoder_rates", values))
+        if prod(values) != hop:
+            raise ValueError(f"rates whose product is the encoder's, {hop}, not {prod(values)}")
+        return values
 
-def from_native(outer: dict[str, Any], outer_file: Path, metadata: dict[str, Any], file: Path) -> dict[str, Any]:
+    @field_validator("decoder_kernel_sizes")
+    @classmethod
+    def _one_for_each_stage(cls, values: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        return same_length(values, info, "decoder_rates")
+
+    @field_validator("resblock_dilation_sizes")
+    @classmethod
+    def _one_for_each_kernel(cls, values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        return same_length(values, info, "resblock_kernel_sizes")
+
+    @field_validator("latents_mean", "latents_std")
+    @classmethod
+    def _one_for_each_channel(cls, values: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        return same_length(values, info, "latent_channels")
+
+
+_KWARGS_KEYS: Mapping[str, str] = {
+    "encoder_dim": "encoder_dim",
+    "encoder_rates": "encoder_rates",
+    "latent_dim": "latent_dim",
+    "latent_channels": "vae_latent_channels",
+    "decoder_dim": "decoder_dim",
+    "decoder_rates": "decoder_rates",
+    "sampling_rate": "sample_rate",
+}
+_OUTER_KEYS: Mapping[str, str] = {"latents_mean": "latents_mean", "latents_std": "latents_std"}
+
+
+def from_native(outer: dict[str, Any], outer_file: Path, metadata: dict[str, Any], file: Path) -> Translation:
     """Constructor arguments from the native config.json (`outer`) and metadata.json (`metadata`).
 
     Raises:
@@ -48,19 +92,12 @@ def from_native(outer: dict[str, Any], outer_file: Path, metadata: dict[str, Any
     require(kwargs, "decoder_type", "bigvgan", file)
     require(outer, "output_channel", AUDIO_CHANNELS, outer_file)
     require(outer, "sample_rate", take(kwargs, "sample_rate", file), outer_file)
-    rates = take_sizes(kwargs, "decoder_rates", file)
-    return {
-        "encoder_dim": take(kwargs, "encoder_dim", file),
-        "encoder_rates": take(kwargs, "encoder_rates", file),
-        "latent_dim": take(kwargs, "latent_dim", file),
-        "latent_channels": take(kwargs, "vae_latent_channels", file),
-        "decoder_dim": take(kwargs, "decoder_dim", file),
-        "decoder_rates": rates,
-        "decoder_kernel_sizes": [upsampling_kernel(rate) for rate in rates],
-        "sampling_rate": take(kwargs, "sample_rate", file),
-        "latents_mean": take(outer, "latents_mean", outer_file),
-        "latents_std": take(outer, "latents_std", outer_file),
-    }
+    kernels = [upsampling_kernel(rate) for rate in take_sizes(kwargs, "decoder_rates", file)]
+    return (
+        Translation({"decoder_kernel_sizes": kernels}, {})
+        | translate(_KWARGS_KEYS, kwargs, file, "metadata.kwargs.")
+        | translate(_OUTER_KEYS, outer, outer_file)
+    )
 
 
 def upsampling_kernel(rate: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
 
 from export.checkpoint.errors import CheckpointError
 
@@ -21,8 +22,36 @@ class Configuration(BaseModel):
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-def parse(model: type[Parsed], values: Mapping[str, Any], file: Path) -> Parsed:
-    """Validates `values`, which came from `file`, without converting between types (a string is never a number).
+@dataclass(frozen=True)
+class Translation:
+    """Constructor arguments taken from native files, and the file and key that each came from."""
+
+    arguments: dict[str, Any]
+    origins: dict[str, tuple[Path, str]]
+
+    def __or__(self, other: Translation) -> Translation:
+        return Translation(self.arguments | other.arguments, self.origins | other.origins)
+
+
+def translate(names: Mapping[str, str], config: Mapping[str, Any], file: Path, prefix: str = "") -> Translation:
+    """Takes the values that `names` lists (constructor argument -> native key); `prefix` locates a nested `config`.
+
+    Raises:
+        CheckpointError: a key is absent.
+    """
+    arguments = {ours: take(config, native, file) for ours, native in names.items()}
+    return Translation(arguments, {ours: (file, prefix + native) for ours, native in names.items()})
+
+
+def parse(
+    model: type[Parsed],
+    values: Mapping[str, Any],
+    file: Path,
+    origins: Mapping[str, tuple[Path, str]] | None = None,
+) -> Parsed:
+    """Validates `values` without converting between types (a string is never a number).
+
+    They came from `file` under the model's names, unless `origins` says otherwise.
 
     Raises:
         CheckpointError: for the first value that does not fit.
@@ -32,9 +61,23 @@ def parse(model: type[Parsed], values: Mapping[str, Any], file: Path) -> Parsed:
         return model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "configuration"
+        head, *inner = (str(part) for part in first["loc"])
+        file, head = (origins or {}).get(head, (file, head))
         found = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
-        raise CheckpointError(file, key, first["msg"], found) from error
+        raise CheckpointError(file, ".".join([head, *inner]), first["msg"], found) from error
+
+
+def same_length(values: tuple[Any, ...], info: ValidationInfo, other: str) -> tuple[Any, ...]:
+    """For field validators: `values` needs one entry for each of the field `other`, a tuple or a count.
+
+    Raises:
+        ValueError: it has another length.
+    """
+    wanted = info.data.get(other)  # Absent when `other` itself was refused, which is then what is reported.
+    count = len(wanted) if isinstance(wanted, tuple) else wanted
+    if count is not None and len(values) != count:
+        raise ValueError(f"{count} values, as {other} has, not {len(values)}")
+    return values
 
 
 def constructor_arguments(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from export.checkpoint.components.configuration import Configuration, require, take, take_size
+from export.checkpoint.components.configuration import Configuration, Translation, require, take_size, translate
 from export.checkpoint.recipes import Projection, Recipe, Swapped, Whole
 from export.checkpoint.safetensors_file import Declared
 from plugins.dimensions import MODALITIES, DenoiserDimensions
@@ -43,42 +43,42 @@ class DenoiserConfig(Configuration):
 NATIVE_KEYS: Mapping[str, str] = {
     "hidden_size": "hidden_size",
     "num_layers": "num_layers",
-    "token_refiner_num_layers": "num_refiner_layers",
+    "num_refiner_layers": "token_refiner_num_layers",
     "num_attention_heads": "num_attention_heads",
     "attention_head_dim": "attention_head_dim",
-    "ffn_hidden_size": "ffn_dim",
-    "latents_dim": "in_channels",
-    "audio_latents_dim": "audio_in_channels",
+    "ffn_dim": "ffn_hidden_size",
+    "in_channels": "latents_dim",
+    "audio_in_channels": "audio_latents_dim",
     "patch_size": "patch_size",
     "text_dim": "text_dim",
-    "timestep_input_dim": "freq_dim",
-    "time_embed_hidden_size": "time_embed_hidden_dim",
+    "freq_dim": "timestep_input_dim",
+    "time_embed_hidden_dim": "time_embed_hidden_size",
     "time_embed_dim": "time_embed_dim",
-    "rope_inv_freq_len": "rope_freq_dim",
+    "rope_freq_dim": "rope_inv_freq_len",
     "norm_eps": "norm_eps",
     "qk_norm_eps": "qk_norm_eps",
     "final_norm_eps": "final_norm_eps",
 }
-"""Native transformer/config.json key -> constructor argument. The rotary base is not in the native file: 10000."""
+"""Constructor argument -> key of the native config.json. The rotary base is not in the file: 10000, the default."""
 
 
-def from_native(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def from_native(config: Mapping[str, Any], file: Path) -> Translation:
     """Constructor arguments from the native config.json.
 
     Raises:
         CheckpointError: a key is absent, or a derived size contradicts the others.
     """
-    arguments = {ours: take(config, native, file) for native, ours in NATIVE_KEYS.items()}
+    translation = translate(NATIVE_KEYS, config, file)
     hidden = take_size(config, "hidden_size", file)
     require(config, "adaln_out_features", MODALITIES * 6 * hidden, file)
     require(config, "final_adaln_out_features", 2 * hidden, file)
-    return arguments
+    return translation
 
 
 def to_native(config: DenoiserConfig) -> dict[str, Any]:
     """The native config.json that describes the same model."""
     values = config.model_dump(mode="json")
-    native = {name: values[ours] for name, ours in NATIVE_KEYS.items()}
+    native = {name: values[ours] for ours, name in NATIVE_KEYS.items()}
     native["adaln_out_features"] = MODALITIES * 6 * config.hidden_size
     native["final_adaln_out_features"] = 2 * config.hidden_size
     return native

@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from export.checkpoint.components.configuration import Configuration, require, take, take_size, take_sizes
+from export.checkpoint.components.configuration import (
+    Configuration,
+    Translation,
+    require,
+    same_length,
+    take_size,
+    take_sizes,
+    translate,
+)
 from export.checkpoint.recipes import Projection, Recipe, Swapped, Whole
 from export.checkpoint.safetensors_file import Declared
 from export.checkpoint.strict_json import section
@@ -46,6 +54,16 @@ class VideoVAEConfig(Configuration):
     latents_mean: tuple[FiniteFloat, ...]
     latents_std: tuple[PositiveFloat, ...]
 
+    @field_validator("spatial_downsample_factors", "temporal_downsample_factors")
+    @classmethod
+    def _one_for_each_level(cls, values: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        return same_length(values, info, "block_out_channels")
+
+    @field_validator("latents_mean", "latents_std")
+    @classmethod
+    def _one_for_each_channel(cls, values: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        return same_length(values, info, "latent_channels")
+
 
 _FIXED_SOURCE: Mapping[str, Any] = {
     "use_vit_decoder": True,
@@ -66,7 +84,29 @@ _FIXED_DECODER: Mapping[str, Any] = {
 }
 
 
-def from_native(outer: dict[str, Any], outer_file: Path, source: dict[str, Any], file: Path) -> dict[str, Any]:
+_SOURCE_KEYS: Mapping[str, str] = {
+    "latent_channels": "z_channels",
+    "layers_per_block": "num_res_blocks",
+    "spatial_downsample_factors": "space_down",
+    "temporal_downsample_factors": "time_down",
+    "spatial_padding_mode": "padding_mode",
+}
+_DECODER_KEYS: Mapping[str, str] = {
+    "decoder_num_layers": "num_layers",
+    "decoder_num_attention_heads": "heads",
+    "decoder_attention_head_dim": "dim_head",
+    "decoder_rope_theta": "rope_theta",
+    "decoder_rope_dim_ratio": "rope_dim_ratio",
+}
+_OUTER_KEYS: Mapping[str, str] = {
+    "clip_length": "vae_clip_length",
+    "token_drop": "vae_token_drop",
+    "latents_mean": "latents_mean",
+    "latents_std": "latents_std",
+}
+
+
+def from_native(outer: dict[str, Any], outer_file: Path, source: dict[str, Any], file: Path) -> Translation:
     """Constructor arguments from the native config.json (`outer`) and source/config.json (`source`).
 
     Raises:
@@ -78,23 +118,13 @@ def from_native(outer: dict[str, Any], outer_file: Path, source: dict[str, Any],
     for key, value in _FIXED_DECODER.items():
         require(decoder, key, value, file)
     width = take_size(source, "ch", file)
-    return {
-        "latent_channels": take(source, "z_channels", file),
-        "block_out_channels": [width * factor for factor in take_sizes(source, "ch_mult", file)],
-        "layers_per_block": take(source, "num_res_blocks", file),
-        "spatial_downsample_factors": take(source, "space_down", file),
-        "temporal_downsample_factors": take(source, "time_down", file),
-        "spatial_padding_mode": take(source, "padding_mode", file),
-        "decoder_num_layers": take(decoder, "num_layers", file),
-        "decoder_num_attention_heads": take(decoder, "heads", file),
-        "decoder_attention_head_dim": take(decoder, "dim_head", file),
-        "decoder_rope_theta": take(decoder, "rope_theta", file),
-        "decoder_rope_dim_ratio": take(decoder, "rope_dim_ratio", file),
-        "clip_length": take(outer, "vae_clip_length", outer_file),
-        "token_drop": take(outer, "vae_token_drop", outer_file),
-        "latents_mean": take(outer, "latents_mean", outer_file),
-        "latents_std": take(outer, "latents_std", outer_file),
-    }
+    levels = [width * factor for factor in take_sizes(source, "ch_mult", file)]
+    return (
+        Translation({"block_out_channels": levels}, {"block_out_channels": (file, "ch_mult")})
+        | translate(_SOURCE_KEYS, source, file)
+        | translate(_DECODER_KEYS, decoder, file, "vit_decoder_kwargs.")
+        | translate(_OUTER_KEYS, outer, outer_file)
+    )
 
 
 def to_native(config: VideoVAEConfig) -> tuple[dict[str, Any], dict[str, Any]]:
