@@ -171,6 +171,8 @@ def _load(model: Any, parameters: Mapping[str, Weight]) -> Any:
     """The model in float32 with every parameter from the checkpoint; raises RuntimeError when the names differ."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    model.load_state_dict({name: materialise(weight).float() for name, weight in parameters.items()}, strict=True)
-    logging.set_verbosity(verbosity)
+    try:
+        model.load_state_dict({name: materialise(weight).float() for name, weight in parameters.items()}, strict=True)
+    finally:
+        logging.set_verbosity(verbosity)
     return model.eval().requires_grad_(False)

@@ -35,6 +35,12 @@ PROCESS = 512 << 20
 
 MARGIN = 1.25
 
+CACHED_TABLES = 256
+"""AdaLN tables, of one step each, that are worth keeping: the longest schedule, or five of the default length."""
+
+CACHE_SHARE = 8
+"""The cache of tables never has more than this part of the budget."""
+
 ROW_HIDDEN = 5
 """Arrays [S, hidden] of a block alive at once: input, normed, modulation gathered by row, product, output."""
 
@@ -101,7 +107,6 @@ class Load:
 
     shape: Shape
     text_rows: int
-    forwards: int
 
     def resized(self, width: int, height: int, frames: int, dimensions: Dimensions) -> Load:
         """The same request at another canvas or length."""
@@ -145,7 +150,7 @@ class MemoryModel:
     def admit(self, resolved: Resolved, text_rows: int) -> Estimate:
         """The request's estimate. Raises RequestError, naming what would fit, when it is too large for this server."""
         shape = Shape.of(resolved.width, resolved.height, resolved.frames, self.dimensions)
-        load = Load(shape, text_rows, resolved.forwards)
+        load = Load(shape, text_rows)
         if not self._fits(load):
             raise self._refusal(load)
         return self.estimate(load)
@@ -188,11 +193,21 @@ class MemoryModel:
         return estimate.held + estimate.encode
 
     def _held(self, load: Load) -> int:
-        """The AdaLN tables of the schedule, and the text and latents that pass between stages."""
+        """The cached AdaLN tables and the one in use, and the text and latents that pass between stages."""
         denoiser = self.dimensions.denoiser
-        table = TIMESTEP_SLOTS * (denoiser.layers * denoiser.adaln_features + 2 * denoiser.hidden)
         latents = load.shape.video_rows * denoiser.video_row + load.shape.audio_rows * denoiser.audio_channels
-        return FLOAT * (load.forwards * table + load.text_rows * denoiser.text_dim + latents)
+        return self.modulation_cache + self._table + FLOAT * (load.text_rows * denoiser.text_dim + latents)
+
+    @property
+    def modulation_cache(self) -> int:
+        """Bytes that tables of past schedules may keep, which every request has to do without."""
+        return min(CACHED_TABLES * self._table, self.budget // CACHE_SHARE)
+
+    @property
+    def _table(self) -> int:
+        """Bytes of the AdaLN parameters of one step."""
+        denoiser = self.dimensions.denoiser
+        return FLOAT * TIMESTEP_SLOTS * (denoiser.layers * denoiser.adaln_features + 2 * denoiser.hidden)
 
     def _encode(self, load: Load) -> int:
         text, rows = self.dimensions.text_encoder, load.text_rows

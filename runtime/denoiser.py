@@ -15,9 +15,6 @@ from runtime.packing import Layout, rotary_tables
 from runtime.sampler import euler_step
 from runtime.schedule import Schedule
 
-MODULATION_CACHE_BYTES = 2 << 30
-"""Holds one 49-forward schedule at released size: 49 steps x 4 slots x 9.7 MB."""
-
 
 @dataclass(frozen=True)
 class Modulation:
@@ -35,7 +32,7 @@ class Modulation:
 class ModulationCache:
     """Tables by (partition, slot timesteps), least recently used dropped first once `limit` bytes are held."""
 
-    def __init__(self, limit: int = MODULATION_CACHE_BYTES) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held = 0
         self._tables: OrderedDict[tuple[object, ...], Modulation] = OrderedDict()

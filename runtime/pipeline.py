@@ -46,7 +46,7 @@ class Pipeline:
         self._dimensions = engines.manifest.dimensions
         self._memory = MemoryModel.of(engines.manifest)
         self._encoder = TextEncoder(engines)
-        self._denoiser = Denoiser(engines, "fl2va", ModulationCache())
+        self._denoiser = Denoiser(engines, "fl2va", ModulationCache(self._memory.modulation_cache))
 
     @classmethod
     def open(cls, store: str | Path, stages: Collection[PipelineStage] = ("encode", "denoise", "decode")) -> Pipeline:

@@ -245,3 +245,13 @@ def test_corrupted_bytes_never_pass_where_the_library_refuses(
             assert set(opened.keys()) == set(header.tensors)
     except SafetensorError as error:
         pytest.fail(f"accepted what the library refuses: {error}")
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_data_at_any_byte_is_read(tmp_path: Path, padding: int) -> None:
+    """The format does not ask for alignment, and not every writer pads the header."""
+    values = torch.arange(6, dtype=torch.float64)
+    table = {"x": {"dtype": "F64", "shape": [2, 3], "data_offsets": [0, 48]}}
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(frame(json.dumps(table).encode() + b" " * padding, values.numpy().tobytes()))
+    assert torch.equal(materialise(read_header(file).tensors["x"]), values.view(2, 3))
