@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,9 +40,12 @@ def test_768x768_runs_in_bounded_memory(store: Path) -> None:
 
 def test_what_exceeds_memory_is_refused_with_the_largest_canvas_that_fits(store: Path) -> None:
     pipeline = Pipeline.open(store)
-    shape = {"duration": 15, "aspect_ratio": "1:1", "width": 8192, "height": 8192}
-    with pytest.raises(RequestError) as refusal:
+    shape = {"duration": 15, "aspect_ratio": "1:1", "width": 4096, "height": 4096}
+    with pytest.raises(RequestError, match="4096x4096 for 15 s") as refusal:
         pipeline.resolve("A red fox", shape)
-    assert "8192" in str(refusal.value)
-    nearest = str(refusal.value.nearest)
-    assert "x" in nearest, nearest
+    largest = re.fullmatch(r"(\d+)x(\d+) for 15 s", refusal.value.nearest[0])
+    assert largest, refusal.value.nearest
+    side = int(largest[1])
+    assert pipeline.resolve("A red fox", {**shape, "width": side, "height": side}).width == side
+    with pytest.raises(RequestError):
+        pipeline.resolve("A red fox", {**shape, "width": side + 32, "height": side + 32})
