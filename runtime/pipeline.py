@@ -17,9 +17,10 @@ from runtime.decode import decode_audio, decode_video
 from runtime.denoiser import Denoiser, ModulationCache, State
 from runtime.encoder import TextEncoder
 from runtime.events import Cancellation, Event, Reporter
+from runtime.intake import Intake
 from runtime.mux import MediaOptions, Mp4Writer
 from runtime.packing import Layout, patchify_video, t2va_layout, unpack_audio, unpatchify_video
-from runtime.request import Resolved, resolve
+from runtime.request import Resolved
 from runtime.rng import InitialNoise, NoiseGenerators, initial_noise
 from runtime.schedule import Schedule
 from runtime.text import Tokenizer
@@ -41,12 +42,12 @@ class Pipeline:
 
     def __init__(self, engines: EngineSet, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic) -> None:
         self._engines = engines
-        self._tokenizer = tokenizer
+        self._intake = Intake(engines.manifest, tokenizer)
         self._clock = clock
         self._dimensions = engines.manifest.dimensions
-        self._memory = MemoryModel.of(engines.manifest)
+        cache = ModulationCache(MemoryModel.of(engines.manifest).modulation_cache)
         self._encoder = TextEncoder(engines)
-        self._denoiser = Denoiser(engines, "fl2va", ModulationCache(self._memory.modulation_cache))
+        self._denoiser = Denoiser(engines, "fl2va", cache)
 
     @classmethod
     def open(cls, store: str | Path, stages: Collection[PipelineStage] = ("encode", "denoise", "decode")) -> Pipeline:
@@ -66,13 +67,11 @@ class Pipeline:
 
     def resolve(self, prompt: bytes | str, params: Mapping[str, Any]) -> Resolved:
         """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
-        resolved = resolve(prompt, params, self._dimensions)
-        self._memory.admit(resolved, len(self.tokenize(resolved)))
-        return resolved
+        return self._intake.resolve(prompt, params)
 
     def tokenize(self, resolved: Resolved) -> torch.Tensor:
         """Token ids of the prompt, int64 [L]. Raises RequestError."""
-        return self._tokenizer.encode(resolved.prompt)
+        return torch.from_numpy(self._intake.tokenize(resolved))
 
     def encode(self, tokens: torch.Tensor, progress: Progress, cancellation: Cancellation) -> torch.Tensor:
         """Conditioning [L, text_dim] of token ids [L]. Raises Cancelled."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import tokenizers
-import torch
+from numpy.typing import NDArray
 
 from runtime.contract import PROMPT
 from runtime.refusal import RequestError
@@ -39,8 +40,8 @@ class Tokenizer:
         """Tokens that the tokenizer can produce, the added ones included: ids are below this."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, prompt: str) -> torch.Tensor:
-        """Token ids, int64 [L], no special tokens. Raises RequestError when there are none or more than the maximum."""
+    def encode(self, prompt: str) -> NDArray[np.int64]:
+        """Token ids [L], no special tokens. Raises RequestError when there are none or more than the maximum."""
         ids = self._tokenizer.encode(prompt, add_special_tokens=False).ids
         if not ids:
             raise RequestError(PROMPT.name, prompt, "must have at least one token")
@@ -48,4 +49,4 @@ class Tokenizer:
             raise RequestError(
                 PROMPT.name, prompt, f"must have at most {self._maximum} tokens, this one has {len(ids)}"
             )
-        return torch.tensor(ids, dtype=torch.int64)
+        return np.array(ids, dtype=np.int64)

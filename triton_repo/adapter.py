@@ -1,6 +1,6 @@
 """What the models share: reading tensors, answering, and turning exceptions into Triton's error codes.
 
-Only Triton's Python stub can import this module.
+Only Triton's Python stub can import this module. It imports no torch, and `h3_prepare` starts without it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancelled
-from runtime.request import RequestError, Resolved, parse_params
+from runtime.request import RequestError, parse_params
 from triton_repo.names import RUNNING_METRIC, STORE_PARAMETER
-
-if TYPE_CHECKING:
-    from runtime.pipeline import Pipeline
 
 
 class Model:
@@ -84,10 +81,10 @@ def store_path(args: Mapping[str, str]) -> Path:
     return Path(json.loads(args["model_config"])["parameters"][STORE_PARAMETER]["string_value"])
 
 
-def read_request(request: pb_utils.InferenceRequest, pipeline: Pipeline) -> Resolved:
-    """PROMPT and PARAMS as a request with every choice made. Raises RequestError."""
+def read_request(request: pb_utils.InferenceRequest) -> tuple[bytes, dict[str, Any]]:
+    """PROMPT as it came and PARAMS as an object, for `resolve`. Raises RequestError."""
     prompt, params = (read_bytes(request, name) for name in ("PROMPT", "PARAMS"))
-    return pipeline.resolve(prompt, parse_params(params))
+    return prompt, parse_params(params)
 
 
 def read_bytes(request: pb_utils.InferenceRequest, name: str) -> bytes:

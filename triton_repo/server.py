@@ -158,6 +158,8 @@ def _arguments(
         f"--backend-directory={backends}",
         "--model-control-mode=explicit",
         *(f"--load-model={model}" for model in settings.models),
+        # All at once: with Triton's 4 the fifth Python model would begin when the others have ended.
+        "--model-load-thread-count=8",
         *(f"--{service}-address={LOOPBACK}" for service in ports),
         *(f"--{service}-port={port}" for service, port in ports.items()),
         "--allow-gpu-metrics=false",

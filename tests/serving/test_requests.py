@@ -13,7 +13,7 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from runtime.pipeline import Pipeline
+from runtime.intake import Intake
 from runtime.probe import inspect_mp4
 from runtime.request import RequestError, Resolved, parse_params
 from tests.conftest import Demonstration
@@ -44,9 +44,9 @@ def clip(server: TritonServer) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def pipeline(demonstration: Demonstration) -> Pipeline:
+def intake(demonstration: Demonstration) -> Intake:
     """Here only to tell which requests this machine's memory does not admit."""
-    return Pipeline.open(demonstration.store, stages=())
+    return Intake.open(demonstration.store)
 
 
 def _named(refused: bool) -> list[Any]:
@@ -93,9 +93,9 @@ def test_an_illegal_request_is_refused_with_field_value_and_rule(
 
 
 @pytest.mark.parametrize("vector", _named(refused=False))
-def test_a_legal_request_resolves(raw: InferenceServerClient, pipeline: Pipeline, vector: Vector) -> None:
+def test_a_legal_request_resolves(raw: InferenceServerClient, intake: Intake, vector: Vector) -> None:
     """Or is refused for its size, where this machine's memory does not admit it."""
-    refusal = _refusal_for_size(pipeline, vector)
+    refusal = _refusal_for_size(intake, vector)
     if refusal is not None:
         assert _message(raw, "h3_prepare", _inputs(vector)) == refusal
         return
@@ -104,9 +104,9 @@ def test_a_legal_request_resolves(raw: InferenceServerClient, pipeline: Pipeline
     assert {name: resolved[name] for name in expected} == expected
 
 
-def _refusal_for_size(pipeline: Pipeline, vector: Vector) -> str | None:
+def _refusal_for_size(intake: Intake, vector: Vector) -> str | None:
     try:
-        pipeline.resolve(vector.prompt_bytes, parse_params(vector.params_bytes))
+        intake.resolve(vector.prompt_bytes, parse_params(vector.params_bytes))
     except RequestError as error:
         return str(error)
     return None

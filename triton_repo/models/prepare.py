@@ -7,7 +7,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from runtime.pipeline import Pipeline
+from runtime.intake import Intake
 from triton_repo import adapter
 
 
@@ -16,10 +16,10 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Read the store's manifest and tokenizer."""
-        self.pipeline = Pipeline.open(store, stages=())
+        self.intake = Intake.open(store)
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Refuses with the request contract's own text."""
-        resolved = adapter.read_request(request, self.pipeline)
-        tokens = self.pipeline.tokenize(resolved)
-        return [adapter.write_bytes("RESOLVED", resolved.model_dump_json()), adapter.write_tensor("TOKENS", tokens)]
+        resolved = self.intake.resolve(*adapter.read_request(request))
+        tokens = self.intake.tokenize(resolved)
+        return [adapter.write_bytes("RESOLVED", resolved.model_dump_json()), pb_utils.Tensor("TOKENS", tokens)]

@@ -40,7 +40,7 @@ class TritonPythonModel(adapter.Model):
             sender.send(pb_utils.InferenceResponse(error=self.error(error)), flags=FINAL)
 
     def _generate(self, request: Any, sender: Any) -> bytes:
-        resolved = adapter.read_request(request, self.pipeline)
+        resolved = self.pipeline.resolve(*adapter.read_request(request))
         sender.send(_message("RESOLVED", resolved.model_dump_json()))
         return self.pipeline.generate(
             resolved,
