@@ -22,7 +22,6 @@ Progress = Callable[[Mapping[str, Any]], None]
 """Receives each progress event of a request as the server sent it."""
 
 POLL_SECONDS = 0.1
-STREAM_ERRORS_WITH_CODES = {"triton_grpc_error": "true"}
 
 
 class Failure(Enum):
@@ -86,18 +85,17 @@ class Client:
         progress: Progress = lambda event: None,
         timeout: float | None = None,
     ) -> Generated:
-        """One call to `h3_stream`. `progress` is called in this thread, between network messages.
+        """A call that resolves the request, then one to `h3_stream`. `progress` is called in this thread, as messages come.
 
         Any exception in this thread, such as KeyboardInterrupt or one that `progress` raises, cancels the request on
         the server, which stops within one step. `timeout` is in seconds for the whole request. Raises ClientError.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        resolved: Mapping[str, Any] = {}
+        # Errors of a stream have no codes, and one to nowhere would only say that it is broken: this call says why.
+        resolved = self.resolve(prompt, params, timeout)
         mp4 = None
         with self._stream(prompt, params) as messages:
-            for result in _until_final(messages, deadline):
-                if (text := _optional(result, "RESOLVED")) is not None:
-                    resolved = json.loads(text)
+            for result in messages.until_final(deadline):
                 if (text := _optional(result, "EVENT")) is not None:
                     progress(json.loads(text))
                 mp4 = _optional(result, "MP4") or mp4
@@ -106,48 +104,53 @@ class Client:
         return Generated(mp4, resolved)
 
     @contextmanager
-    def _stream(self, prompt: str, params: Mapping[str, Any]) -> Iterator[queue.SimpleQueue[_Message]]:
-        # A stream to nowhere would only say that it is broken; this call says why.
-        with _told():
-            self._client.is_server_live()
-        messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._client.start_stream(lambda result, error: messages.put((result, error)), headers=STREAM_ERRORS_WITH_CODES)
-        cancel = True
+    def _stream(self, prompt: str, params: Mapping[str, Any]) -> Iterator[_Messages]:
+        messages = _Messages()
+        # The header triton_grpc_error would give errors their codes, but Triton 2.51 may die of such an error.
+        self._client.start_stream(messages.put)
         try:
             with _told():
                 self._client.async_stream_infer(STREAM, _inputs(prompt, params), enable_empty_final_response=True)
             yield messages
-            cancel = False
         finally:
-            self._client.stop_stream(cancel_requests=cancel)
+            # Triton 2.51 may die of a cancellation that meets a request as it ends (its issue 7368, mended in 2.53).
+            self._client.stop_stream(cancel_requests=not messages.ended)
 
     def _infer(self, model: str, prompt: str, params: Mapping[str, Any], timeout: float | None) -> InferResult:
         with _told():
             return self._client.infer(model, _inputs(prompt, params), client_timeout=timeout)
 
 
-_Message = tuple[InferResult | None, InferenceServerException | None]
+class _Messages:
+    """What the server says on a stream. `ended`: the last answer or an error has been seen, nothing more will come."""
 
+    def __init__(self) -> None:
+        self.ended = False
+        self._queue: queue.SimpleQueue[tuple[InferResult | None, InferenceServerException | None]] = queue.SimpleQueue()
 
-def _until_final(messages: queue.SimpleQueue[_Message], deadline: float | None) -> Iterator[InferResult]:
-    while True:
-        result, error = _next(messages, deadline)
-        if error is not None:
-            raise _client_error(error)
-        assert result is not None
-        yield result
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            return
+    def put(self, result: InferResult | None, error: InferenceServerException | None) -> None:
+        """Takes a message; tritonclient calls this in its own thread."""
+        self._queue.put((result, error))
 
+    def until_final(self, deadline: float | None) -> Iterator[InferResult]:
+        """The answers up to the final one. Raises ClientError, also when `deadline` (of time.monotonic) passes."""
+        while not self.ended:
+            result, error = self._next(deadline)
+            if error is not None:
+                self.ended = True
+                raise _client_error(error)
+            assert result is not None
+            self.ended = result.get_response().parameters["triton_final_response"].bool_param
+            yield result
 
-def _next(messages: queue.SimpleQueue[_Message], deadline: float | None) -> _Message:
-    while deadline is None or time.monotonic() < deadline:
-        try:
-            # Not one long wait: a blocked main thread would see Ctrl-C only when the next message arrives.
-            return messages.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            continue
-    raise ClientError(Failure.TIMEOUT, "the request took longer than its timeout and was cancelled")
+    def _next(self, deadline: float | None) -> tuple[InferResult | None, InferenceServerException | None]:
+        while deadline is None or time.monotonic() < deadline:
+            try:
+                # Not one long wait: a blocked main thread would see Ctrl-C only when the next message arrives.
+                return self._queue.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
+        raise ClientError(Failure.TIMEOUT, "the request took longer than its timeout and was cancelled")
 
 
 def _inputs(prompt: str, params: Mapping[str, Any]) -> list[InferInput]:
@@ -199,7 +202,9 @@ def _client_error(error: InferenceServerException) -> ClientError:
 
 
 def _uncoded_failure(message: str) -> Failure:
-    """What Triton refuses before a model sees it comes over a stream without a code: tell it by its text."""
+    """What comes over a stream has no code: tell it by its text."""
     if "Exceeds maximum queue size" in message or "no available versions" in message or "timeout expired" in message:
         return Failure.UNAVAILABLE
+    if message.startswith("cancelled"):
+        return Failure.CANCELLED
     return Failure.INVALID if "input" in message else Failure.INTERNAL
