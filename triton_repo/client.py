@@ -85,7 +85,7 @@ class Client:
         progress: Progress = lambda event: None,
         timeout: float | None = None,
     ) -> Generated:
-        """A call that resolves the request, then one to `h3_stream`. `progress` is called in this thread, as messages come.
+        """A call to resolve the request, then one to `h3_stream`; `progress` is called in this thread.
 
         Any exception in this thread, such as KeyboardInterrupt or one that `progress` raises, cancels the request on
         the server, which stops within one step. `timeout` is in seconds for the whole request. Raises ClientError.

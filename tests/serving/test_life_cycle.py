@@ -50,9 +50,9 @@ def test_stopping_leaves_nothing(toy: Toy) -> None:
     models: list[str] = []
     with TritonServer(toy.settings, models.append) as server:
         traces = Traces(server.pid)
-        assert len(traces.processes) == 4
+        assert len(traces.processes) == 5
     assert traces.left() == []
-    assert sorted(models) == ["first", "h3", "h3_stream", "second"]
+    assert sorted(models) == ["first", "h3", "h3_prepare", "h3_stream", "second"]
 
 
 def test_an_exception_in_the_block_leaves_nothing(toy: Toy) -> None:

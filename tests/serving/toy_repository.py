@@ -6,7 +6,7 @@ from pathlib import Path
 
 from triton_repo import pbtxt
 from triton_repo.config import EnsembleStep, InstanceGroup, ModelConfig, QueuePolicy, Resource
-from triton_repo.names import ENSEMBLE, STREAM
+from triton_repo.names import ENSEMBLE, PREPARE, STREAM
 from triton_repo.repository import EVENT, MP4, PARAMS, PROMPT, RESOLVED
 
 QUEUE = QueuePolicy(2)
@@ -18,12 +18,14 @@ def toy_configs(store: Path) -> list[tuple[ModelConfig, str | None]]:
     parameters = {"store": str(store)}
     same = {"PROMPT": "PROMPT", "PARAMS": "PARAMS"}
     steps = (
-        EnsembleStep("first", same, {"RESOLVED": "MIDDLE"}),
+        EnsembleStep(PREPARE, same, {"RESOLVED": "PREPARED"}),
+        EnsembleStep("first", {"PROMPT": "PROMPT", "PARAMS": "PREPARED"}, {"RESOLVED": "MIDDLE"}),
         EnsembleStep("second", {"PROMPT": "PROMPT", "PARAMS": "MIDDLE"}, {"RESOLVED": "RESOLVED", "MP4": "MP4"}),
     )
     inputs = (PROMPT, PARAMS)
     return [
         (ModelConfig(ENSEMBLE, inputs, (MP4, RESOLVED), steps=steps), None),
+        (ModelConfig(PREPARE, inputs, (RESOLVED,), InstanceGroup(), parameters=parameters), "prepare.py"),
         (ModelConfig("first", inputs, (RESOLVED, MP4), DEVICE, QUEUE, parameters=parameters), "work.py"),
         (ModelConfig("second", inputs, (RESOLVED, MP4), DEVICE, parameters=parameters), "work.py"),
         (ModelConfig(STREAM, inputs, (EVENT, RESOLVED, MP4), DEVICE, QUEUE, True, parameters), "stream.py"),

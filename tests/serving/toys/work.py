@@ -12,7 +12,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from runtime.request import RequestError
 from triton_repo import adapter
 
 
@@ -30,8 +29,6 @@ class TritonPythonModel(adapter.Model):
             time.sleep(params["pause"])
         with (self.store / "spans").open("a") as file:
             file.write(f"{started} {time.monotonic()}\n")
-        if "refuse" in params:
-            raise RequestError("refuse", params["refuse"], "must not be given")
         if "crash" in params:
             raise KeyError("/secret/path")
         return [adapter.write_bytes("RESOLVED", text), adapter.write_bytes("MP4", text)]
