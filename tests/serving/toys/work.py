@@ -16,7 +16,7 @@ from runtime.request import RequestError
 from triton_repo import adapter
 
 
-class TritonPythonModel(adapter.Model):
+class TritonPythonModel(adapter.UnaryModel):
     def open(self, store: Path) -> None:
         self.store = store
         if (store / "broken").exists():
