@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,8 @@ from runtime.request import RequestError, parse_params
 from triton_repo.names import RUNNING_METRIC, STORE_PARAMETER
 
 
-class Model:
-    """Triton's life cycle around one piece of the pipeline; a subclass opens what it needs and runs one request."""
+class Model(ABC):
+    """Triton's life cycle around one piece of the pipeline; a subclass opens what it needs and executes requests."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the model. Triton refuses to load it when this raises, with the exception's text (a StoreError, say)."""
@@ -36,17 +37,9 @@ class Model:
         )
         self._running = self._running_family.Metric(labels={"model": self.name})
 
+    @abstractmethod
     def open(self, store: Path) -> None:
         """Open what the model needs of the engine store at `store`."""
-        raise NotImplementedError
-
-    def run(self, request: pb_utils.InferenceRequest) -> list[pb_utils.Tensor]:
-        """The output tensors of one request."""
-        raise NotImplementedError
-
-    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse] | None:
-        """One answer for each request."""
-        return [self._answer(request) for request in requests]
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -67,6 +60,18 @@ class Model:
         pb_utils.Logger.log_error(f"{self.name}: incident {incident}\n{''.join(traceback.format_exception(error))}")
         message = f"{self.name} failed with {type(error).__name__}; the server's log has the details under {incident}"
         return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
+
+
+class UnaryModel(Model):
+    """A model that gives one answer to a request."""
+
+    @abstractmethod
+    def run(self, request: pb_utils.InferenceRequest) -> list[pb_utils.Tensor]:
+        """The output tensors of one request."""
+
+    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
+        """One answer for each request."""
+        return [self._answer(request) for request in requests]
 
     def _answer(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
         with self.counted():

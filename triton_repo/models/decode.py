@@ -14,7 +14,7 @@ from runtime.request import Resolved, restore
 from triton_repo import adapter
 
 
-class TritonPythonModel(adapter.Model):
+class TritonPythonModel(adapter.UnaryModel):
     """RESOLVED, VIDEO [1, 24, T, h, w], AUDIO [2, 32, A], float32 -> MP4."""
 
     def open(self, store: Path) -> None:

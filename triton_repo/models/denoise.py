@@ -14,7 +14,7 @@ from runtime.request import restore
 from triton_repo import adapter
 
 
-class TritonPythonModel(adapter.Model):
+class TritonPythonModel(adapter.UnaryModel):
     """RESOLVED, TEXT [L, text] -> VIDEO [1, 24, T, h, w] and AUDIO [2, 32, A], float32."""
 
     def open(self, store: Path) -> None:

@@ -14,7 +14,7 @@ from runtime.request import RequestError
 from triton_repo import adapter
 
 
-class TritonPythonModel(adapter.Model):
+class TritonPythonModel(adapter.UnaryModel):
     """TOKENS [L] int64 -> TEXT [L, text]."""
 
     def open(self, store: Path) -> None:

@@ -11,7 +11,7 @@ from runtime.intake import Intake
 from triton_repo import adapter
 
 
-class TritonPythonModel(adapter.Model):
+class TritonPythonModel(adapter.UnaryModel):
     """PROMPT, PARAMS -> RESOLVED, TOKENS [L] int64."""
 
     def open(self, store: Path) -> None:

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from triton_repo import adapter
 
 
-class TritonPythonModel(adapter.Model):
+class TritonPythonModel(adapter.UnaryModel):
     def open(self, store: Path) -> None:
         self.store = store
         if (store / "broken").exists():
