@@ -12,7 +12,7 @@ from runtime.request import RequestError
 from triton_repo import adapter
 
 
-class TritonPythonModel(adapter.Model):
+class TritonPythonModel(adapter.UnaryModel):
     def open(self, store: Path) -> None:
         """The toy has no store."""
 
