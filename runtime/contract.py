@@ -40,7 +40,10 @@ EVALUATIONS = Integer(1, 200, "evaluations")
 SIGMA_POINTS = Integer(2, 201, "sigma points")
 PARAMETERS_BYTES = 64 * 1024
 PARAMETERS_DEPTH = 8
+CRF_RANGE = (1, 51)
+"""Constant rate factors. 0 is left out: it selects the lossless profile, which browsers do not play."""
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
+"""Presets of libx264, fastest first."""
 TASKS = ("t2va", "fl2va", "ref2va")
 
 EXTRA = "extra_params"
@@ -232,7 +235,11 @@ _SAMPLING = (
 
 _MEDIA = (
     Field(
-        "crf", Integer(1, 51), "x264 constant rate factor; lower is finer and larger", 18, paths=("media.crf", "crf")
+        "crf",
+        Integer(*CRF_RANGE),
+        "x264 constant rate factor; lower is finer and larger",
+        18,
+        paths=("media.crf", "crf"),
     ),
     Field("preset", Choice(PRESETS), "x264 speed preset", "veryfast", paths=("media.preset", "preset")),
     Field(

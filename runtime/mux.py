@@ -16,18 +16,13 @@ from av.codec.context import Flags
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, Interpolation, VideoReformatter
 
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND
+from runtime.contract import CRF_RANGE, PRESETS
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
     from av.container import OutputContainer
     from av.packet import Packet
     from av.video.stream import VideoStream
-
-PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
-"""Presets of libx264, fastest first."""
-
-CRF_RANGE = (1, 51)
-"""Legal constant rate factors. 0 is left out: it selects the lossless profile, which browsers do not play."""
 
 AUDIO_BITRATE_RANGE = (32_000, 384_000)
 """Legal AAC bit rates; above, a stereo frame at 32 kHz would exceed the 6144 bits a channel that AAC allows."""
@@ -57,10 +52,10 @@ class MediaOptions:
     audio_bitrate: bits a second of the stereo AAC track. Raises MuxError outside the legal ranges.
     """
 
-    crf: int = 18
-    preset: str = "veryfast"
+    crf: int
+    preset: str
+    audio_bitrate: int
     threads: int = 4
-    audio_bitrate: int = 192_000
 
     def __post_init__(self) -> None:
         """Check every field against its range."""
@@ -77,7 +72,7 @@ class Mp4Writer:
     Use it as a context manager; leaving it by an exception releases the encoders and discards what was encoded.
     Nothing touches the disk: only compressed packets are kept, until both tracks are known and can be interleaved.
 
-        with Mp4Writer(width, height, sample_rate, MediaOptions()) as writer:
+        with Mp4Writer(width, height, sample_rate, options) as writer:
             for chunk in chunks:
                 writer.write_frames(chunk)
             writer.write_audio(waveform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from dataclasses import replace
 from fractions import Fraction
 
 import av
@@ -15,6 +16,7 @@ from runtime.mux import MediaOptions, Mp4Writer, MuxError
 from runtime.probe import inspect_mp4
 
 RATE = 32_000
+OPTIONS = MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000)
 
 
 def picture(frames, height=64, width=96, seed=0):
@@ -39,7 +41,7 @@ def samples_for(frames):
 
 def write(frames=107, options=None, chunk=17, audio_first=False, height=64, width=96, seed=0):
     pixels, waveform = picture(frames, height, width, seed), tones(samples_for(frames))
-    with Mp4Writer(width, height, RATE, options or MediaOptions()) as writer:
+    with Mp4Writer(width, height, RATE, options or OPTIONS) as writer:
         if audio_first:
             writer.write_audio(waveform)
         for start in range(0, frames, chunk):
@@ -104,7 +106,7 @@ def test_decoded_frames_are_the_input_in_order():
     ],
 )
 def test_colours_are_converted_and_tagged_as_bt709_limited(rgb, yuv):
-    with Mp4Writer(64, 64, RATE, MediaOptions(crf=1)) as writer:
+    with Mp4Writer(64, 64, RATE, replace(OPTIONS, crf=1)) as writer:
         writer.write_frames(torch.tensor(rgb, dtype=torch.uint8).expand(3, 64, 64, 3))
         writer.write_audio(tones(4000))
         mp4 = writer.finish()
@@ -128,7 +130,7 @@ def test_the_same_input_gives_the_same_bytes():
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_every_stated_thread_count_is_used_and_repeats_its_bytes(threads):
-    options = MediaOptions(threads=threads)
+    options = replace(OPTIONS, threads=threads)
     mp4 = write(60, options, height=320, width=256)
     assert write(60, options, height=320, width=256) == mp4
     # x264 records its settings in the stream.
@@ -173,7 +175,7 @@ def test_index_in_front_is_byte_identical_with_the_files_that_ffmpeg_makes(tmp_p
 
     monkeypatch.setattr("runtime.mux.av.open", on_disk)
     pixels, waveform = picture(30), tones(samples_for(30))
-    with Mp4Writer(96, 64, RATE, MediaOptions()) as writer:
+    with Mp4Writer(96, 64, RATE, OPTIONS) as writer:
         writer.write_frames(pixels)
         writer.write_audio(waveform)
         writer.finish()
@@ -181,12 +183,14 @@ def test_index_in_front_is_byte_identical_with_the_files_that_ffmpeg_makes(tmp_p
 
 
 def test_options_reach_the_encoders():
-    best, worst = (len(write(40, MediaOptions(crf=crf), height=320, width=256)) for crf in (1, 45))
+    best, worst = (len(write(40, replace(OPTIONS, crf=crf), height=320, width=256)) for crf in (1, 45))
     assert best > 2 * worst
-    low, high = (inspect_mp4(write(107, MediaOptions(audio_bitrate=rate))).audio.bit_rate for rate in (64_000, 256_000))
+    low, high = (
+        inspect_mp4(write(107, replace(OPTIONS, audio_bitrate=rate))).audio.bit_rate for rate in (64_000, 256_000)
+    )
     assert low == pytest.approx(64_000, rel=0.15)
     assert high > 2 * low
-    assert inspect_mp4(write(22, MediaOptions(preset="ultrafast"))).video.profile == "Constrained Baseline"
+    assert inspect_mp4(write(22, replace(OPTIONS, preset="ultrafast"))).video.profile == "Constrained Baseline"
 
 
 @pytest.mark.parametrize(
@@ -201,13 +205,13 @@ def test_options_reach_the_encoders():
 )
 def test_options_out_of_range_are_refused_with_the_nearest(fields, message):
     with pytest.raises(MuxError, match=message):
-        MediaOptions(**fields)
+        replace(OPTIONS, **fields)
 
 
 @pytest.mark.parametrize("size", [(63, 64), (64, 63), (0, 64)])
 def test_odd_sizes_are_refused(size):
     with pytest.raises(MuxError, match=f"{size[0]}x{size[1]}"):
-        Mp4Writer(*size, RATE, MediaOptions())
+        Mp4Writer(*size, RATE, OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_odd_sizes_are_refused(size):
     ],
 )
 def test_frames_of_another_type_or_shape_are_refused(frames):
-    with Mp4Writer(96, 64, RATE, MediaOptions()) as writer, pytest.raises(MuxError, match="frames"):
+    with Mp4Writer(96, 64, RATE, OPTIONS) as writer, pytest.raises(MuxError, match="frames"):
         writer.write_frames(frames)
 
 
@@ -235,12 +239,12 @@ def test_frames_of_another_type_or_shape_are_refused(frames):
     ],
 )
 def test_sound_of_another_type_or_shape_is_refused(waveform):
-    with Mp4Writer(96, 64, RATE, MediaOptions()) as writer, pytest.raises(MuxError, match="audio"):
+    with Mp4Writer(96, 64, RATE, OPTIONS) as writer, pytest.raises(MuxError, match="audio"):
         writer.write_audio(waveform)
 
 
 def test_incomplete_and_repeated_input_is_refused():
-    with Mp4Writer(96, 64, RATE, MediaOptions()) as writer:
+    with Mp4Writer(96, 64, RATE, OPTIONS) as writer:
         writer.write_frames(picture(5))
         with pytest.raises(MuxError, match="5 frames, 0 samples"):
             writer.finish()
@@ -255,7 +259,7 @@ def test_incomplete_and_repeated_input_is_refused():
 def test_an_abandoned_clip_leaves_no_file_and_no_usable_writer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with contextlib.suppress(KeyboardInterrupt), Mp4Writer(96, 64, RATE, MediaOptions()) as writer:
+    with contextlib.suppress(KeyboardInterrupt), Mp4Writer(96, 64, RATE, OPTIONS) as writer:
         writer.write_frames(picture(60))
         raise KeyboardInterrupt
     with pytest.raises(MuxError, match="closed"):
