@@ -94,7 +94,11 @@ class _Plan:
     def steps(self) -> list[Step]:
         """Every step, after those that it requires."""
         checkpoint, exporter = describe_checkpoint(self._checkpoint, self._first), describe_exporter()
-        steps = [self._tokenizer(), *(self._bind(partition, exporter) for partition in self._profile.partitions)]
+        steps = [
+            *self._hashes(),
+            self._tokenizer(),
+            *(self._bind(partition, exporter) for partition in self._profile.partitions),
+        ]
         for graph in self._graphs[self._first]:
             steps += graph.steps(checkpoint, exporter, self._weights)
         if self._profile.weights == "baked":
@@ -120,6 +124,16 @@ class _Plan:
                 raise BuildError(f"graph {name} of {partition} differs from that of {self._first}: no shared engine")
         regions = self._weights.regions
         return Product({g.graph.name: [regions(i) for i in g.binding.instances] for g in self._graphs[partition]})
+
+    def _hashes(self) -> Iterator[Step]:
+        """Compares the files with the checkpoint's own list of hashes, where it has one, as often as they change."""
+        listed = self._checkpoint.listed_files()
+        if listed:
+            stats = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in listed if file.exists()}
+            yield Step("hashes", {"files": stats}, self._do_hashes)
+
+    def _do_hashes(self, records: Mapping[str, Record]) -> Product:
+        return Product({"verified": len(self._checkpoint.verify_hashes())})
 
     def _tokenizer(self) -> Step:
         data = self._checkpoint.tokenizer_file.read_bytes()

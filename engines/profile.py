@@ -46,6 +46,8 @@ class Profile(BaseModel):
     def _each_once(cls, value: tuple[Partition, ...]) -> tuple[Partition, ...]:
         if len(set(value)) < len(value):
             raise ValueError("must name each partition once")
+        if "fl2va" not in value:
+            raise ValueError("must name fl2va, which text to video and audio runs on")
         return value
 
     @field_validator("threads", mode="before")

@@ -99,7 +99,7 @@ def export(
 
     opened = Checkpoint.open(checkpoint)
     graphs = t2va_graphs(opened, partition.value, getattr(torch, compute.value))
-    check_consumption(opened, graphs)
+    check_consumption(opened, graphs, partition.value)
     out.mkdir(parents=True, exist_ok=True)
     rows = []
     with console.steps() as progress:

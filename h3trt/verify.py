@@ -117,7 +117,7 @@ def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]
     for partition in engines.manifest.profile.partitions:
         for graph in t2va_graphs(checkpoint, partition, compute):
             for instance in sorted({0, len(graph.weights) - 1}):
-                worst = max(_engine_differences(engines, graph, instance, partition))
+                worst = _worst(*_engine_differences(engines, graph, instance, partition))
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)
 
 
@@ -136,7 +136,7 @@ def _engine_differences(engines: EngineSet, graph: Graph, instance: int, partiti
         named = {spec.name: tensor for spec, tensor in zip(graph.inputs, inputs, strict=True)}
         found = engines.run(graph.name, named, instance=instance, partition=partition)
         for spec, tensor in zip(graph.outputs, expected, strict=True):
-            yield _largest(found[spec.name], tensor) / tensor.abs().max().item()
+            yield _relative(found[spec.name], tensor)
 
 
 def pipeline_checks(pipeline: Pipeline, checkpoint: Checkpoint, request: Resolved) -> Iterator[Check]:
@@ -149,7 +149,7 @@ def pipeline_checks(pipeline: Pipeline, checkpoint: Checkpoint, request: Resolve
     yield Check("pipeline", "prompt embeddings, relative", _relative(text, reference.text), 1e-5)
     states = list(pipeline.trajectory(request, text, quiet, never))
     for step, (state, expected) in enumerate(zip(states[1:], reference.steps, strict=True)):
-        worst = max(_largest(state.video, expected.video), _largest(state.audio, expected.audio))
+        worst = _worst(_largest(state.video, expected.video), _largest(state.audio, expected.audio))
         yield Check("pipeline", f"latents after step {step + 1}", worst, STEP_LIMIT)
     patch = pipeline.manifest.dimensions.denoiser.patch
     video = unpatchify_video(
@@ -199,7 +199,13 @@ def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return _largest(ours, theirs) / theirs.abs().max().item()
+    """Relative to the largest magnitude; of an output that is all zeros, the absolute difference."""
+    return _largest(ours, theirs) / (theirs.abs().max().item() or 1.0)
+
+
+def _worst(*differences: float) -> float:
+    """The largest; not a number if any is not one, which `max` would drop."""
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def _unequal(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from engines.store import EngineStore, Manifest
 from runtime.admission import MemoryModel
+from runtime.refusal import RequestError
 from runtime.request import Resolved, resolve
-from runtime.text import Tokenizer
+from runtime.text import TOKENS_MAXIMUM, Tokenizer
 
 
 class Intake:
@@ -32,8 +33,14 @@ class Intake:
     def resolve(self, prompt: bytes | str, params: Mapping[str, Any]) -> Resolved:
         """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
         resolved = resolve(prompt, params, self._dimensions)
-        self._memory.admit(resolved, len(self.tokenize(resolved)))
+        self.admit(resolved, len(self.tokenize(resolved)))
         return resolved
+
+    def admit(self, resolved: Resolved, text_rows: int) -> None:
+        """Checks a resolved request that came over the wire, with that many text rows. Raises RequestError."""
+        if not 1 <= text_rows <= TOKENS_MAXIMUM:
+            raise RequestError("TEXT", f"{text_rows} rows", f"must have from 1 to {TOKENS_MAXIMUM} rows")
+        self._memory.admit(resolved, text_rows)
 
     def tokenize(self, resolved: Resolved) -> NDArray[np.int64]:
         """Token ids of the prompt, [L]. Raises RequestError."""

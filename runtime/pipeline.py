@@ -80,7 +80,11 @@ class Pipeline:
     def denoise(
         self, resolved: Resolved, text: torch.Tensor, progress: Progress, cancellation: Cancellation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clean normalised latents, float32: video [1, 24, T, h, w] and audio [2, 32, A]. Raises Cancelled."""
+        """Clean normalised latents, float32: video [1, 24, T, h, w] and audio [2, 32, A].
+
+        Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
+        """
+        self._intake.admit(resolved, len(text))
         return self._denoise(resolved, text, self._reporter(progress), cancellation)
 
     def decode(
@@ -91,7 +95,11 @@ class Pipeline:
         progress: Progress,
         cancellation: Cancellation,
     ) -> bytes:
-        """The MP4 of normalised latents; frames go to the encoder as they become final. Raises Cancelled."""
+        """The MP4 of normalised latents; frames go to the encoder as they become final.
+
+        Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
+        """
+        self._intake.admit(resolved, 1)
         return self._decode(resolved, video, audio, self._reporter(progress), cancellation)
 
     def generate(self, resolved: Resolved, progress: Progress, cancellation: Cancellation) -> bytes:

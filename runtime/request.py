@@ -328,8 +328,9 @@ def _check_size(text: str) -> None:
     if size > PARAMETERS_BYTES:
         raise RequestError("parameters", size, f"must be at most {PARAMETERS_BYTES} bytes of JSON")
     depth = deepest = 0
-    # Counted before parsing, because the parser recurses: brackets outside strings.
-    for bracket in re.findall(r"[\[{}\]]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text, flags=re.DOTALL)):
+    # Counted before parsing, because the parser recurses: brackets outside strings. A string may be unterminated: were
+    # that no match, the search would begin again at each of its quotes.
+    for bracket in re.findall(r"[\[{}\]]", re.sub(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', "", text, flags=re.DOTALL)):
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > PARAMETERS_DEPTH:

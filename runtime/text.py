@@ -12,7 +12,7 @@ from runtime.contract import PROMPT
 from runtime.refusal import RequestError
 
 TOKENS_MAXIMUM = 8_192
-"""Rows of text that a request may have unless the profile says otherwise."""
+"""Tokens of a prompt, and so rows of text, that a request may have."""
 
 
 class TokenizerError(RuntimeError):
@@ -22,8 +22,8 @@ class TokenizerError(RuntimeError):
 class Tokenizer:
     """Byte-level BPE read from a tokenizer.json, with its added tokens (`<d>`, `<|lyrics_start|>`, ...)."""
 
-    def __init__(self, file: Path | str, maximum: int = TOKENS_MAXIMUM) -> None:
-        """Reads the file. `maximum` is the most tokens that a prompt may have. Raises TokenizerError."""
+    def __init__(self, file: Path | str) -> None:
+        """Reads the file. Raises TokenizerError."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for every fault
@@ -33,7 +33,6 @@ class Tokenizer:
         # The file may carry settings of its training; a prompt is never cut and never filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._maximum = maximum
 
     @property
     def size(self) -> int:
@@ -41,12 +40,12 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, prompt: str) -> NDArray[np.int64]:
-        """Token ids [L], no special tokens. Raises RequestError when there are none or more than the maximum."""
+        """Token ids [L], no special tokens. Raises RequestError when there are none or more than TOKENS_MAXIMUM."""
         ids = self._tokenizer.encode(prompt, add_special_tokens=False).ids
         if not ids:
             raise RequestError(PROMPT.name, prompt, "must have at least one token")
-        if len(ids) > self._maximum:
+        if len(ids) > TOKENS_MAXIMUM:
             raise RequestError(
-                PROMPT.name, prompt, f"must have at most {self._maximum} tokens, this one has {len(ids)}"
+                PROMPT.name, prompt, f"must have at most {TOKENS_MAXIMUM} tokens, this one has {len(ids)}"
             )
         return np.array(ids, dtype=np.int64)

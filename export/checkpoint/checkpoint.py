@@ -11,7 +11,7 @@ from typing import Any
 from export.checkpoint.catalogue import Catalogue, read_catalogue
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Stored, Weight
-from export.checkpoint.hashes import verify_sums
+from export.checkpoint.hashes import read_sums, verify_sums
 from export.checkpoint.recipes import QKVLayout
 from export.checkpoint.sizes import read_dimensions
 from export.checkpoint.tree import COMPONENTS, Component, LayoutName, Place, Tree, find_tree
@@ -99,6 +99,10 @@ class Checkpoint:
         lines += [(file, f"{header.size}:{header.digest}") for file, header in headers.items()]
         text = "".join(f"{file.relative_to(self.root).as_posix()}:{line}\n" for file, line in sorted(lines))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def listed_files(self) -> tuple[Path, ...]:
+        """The files that the root's SHA256SUMS lists; none where there is no list. Raises CheckpointError."""
+        return tuple(read_sums(self.root))
 
     def verify_hashes(self, progress: Callable[[Path], None] = lambda file: None) -> tuple[Path, ...]:
         """Hashes every file that the root's SHA256SUMS lists, calling `progress` before each; returns those files.

@@ -25,24 +25,34 @@ def write_sums(root: Path, files: Iterable[Path]) -> None:
     (root / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
+def read_sums(root: Path) -> dict[Path, str]:
+    """Each listed file and its hash, in list order; empty where the root has no list.
+
+    Raises:
+        CheckpointError: a line is malformed or leaves the root.
+    """
+    sums, listed = root / SUMS, {}
+    lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        match = _LINE.fullmatch(line)
+        if not match or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
+            raise CheckpointError(sums, f"line {number}", "<sha256>  <path below the root>", repr(line)[:120])
+        listed[root / match[2]] = match[1]
+    return listed
+
+
 def verify_sums(root: Path, progress: Callable[[Path], None]) -> tuple[Path, ...]:
     """Checks every listed file, calling `progress` before each is read; returns them in list order.
 
     Raises:
         CheckpointError: there is no list, a line is malformed or leaves the root, or a file is missing or differs.
     """
-    sums = root / SUMS
-    if not sums.is_file():
-        raise CheckpointError(sums, "file", "a list of hashes, as `sha256sum` writes it", "no such file")
-    files = []
-    for number, line in enumerate(sums.read_text(encoding="utf-8").splitlines(), start=1):
-        match = _LINE.fullmatch(line)
-        if not match or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
-            raise CheckpointError(sums, f"line {number}", "<sha256>  <path below the root>", repr(line)[:120])
-        file = root / match[2]
+    listed = read_sums(root)
+    if not listed:
+        raise CheckpointError(root / SUMS, "file", "a list of hashes, as `sha256sum` writes it", "no such file")
+    for file, expected in listed.items():
         progress(file)
         found = file_hash(file) if file.is_file() else "no such file"
-        if found != match[1]:
-            raise CheckpointError(file, "sha256", match[1], found)
-        files.append(file)
-    return tuple(files)
+        if found != expected:
+            raise CheckpointError(file, "sha256", expected, found)
+    return tuple(listed)

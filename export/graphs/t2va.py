@@ -70,7 +70,7 @@ class ConsumptionError(ValueError):
         super().__init__("\n".join([*map(str, problems[:SHOWN]), *rest]))
 
 
-def check_consumption(checkpoint: Checkpoint, graphs: Iterable[Graph], partition: str = "fl2va") -> None:
+def check_consumption(checkpoint: Checkpoint, graphs: Iterable[Graph], partition: str) -> None:
     """Checks that every tensor of the partition is bound by one instance of one graph, or is declared unused.
 
     Raises:

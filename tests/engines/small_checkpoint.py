@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from export.checkpoint.expressions import Stored, Weight
+from export.checkpoint.hashes import read_sums, verify_sums
 from export.graphs.graph import Axis, Graph, TensorSpec
 from plugins.dimensions import (
     AudioVAEDimensions,
@@ -80,6 +81,12 @@ class SmallCheckpoint:
     @property
     def tokenizer_file(self) -> Path:
         return self.root / "tokenizer.json"
+
+    def listed_files(self) -> tuple[Path, ...]:
+        return tuple(read_sums(self.root))
+
+    def verify_hashes(self) -> tuple[Path, ...]:
+        return verify_sums(self.root, lambda file: None)
 
     def config(self, component: str, partition: str) -> dict[str, Any]:
         return {"component": component}

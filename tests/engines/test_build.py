@@ -17,6 +17,7 @@ from engines.build import BuildError, BuildReport, build
 from engines.sessions.engine_set import EngineSet
 from engines.steps import StepEvent, StepFailed
 from engines.store import LOCK, EngineStore, StoreError
+from export.checkpoint.hashes import write_sums
 from tests.engines import small_checkpoint
 from tests.engines.workshop import Workshop, write_profile
 
@@ -48,6 +49,17 @@ def test_other_bytes_of_the_same_shapes_redo_only_what_reads_them(workshop: Work
     mixed = EngineSet.open(workshop.store).run("attend", {"hidden": hidden})["mixed"]
     expected = small_checkpoint.expected(small_checkpoint.SmallCheckpoint(workshop.checkpoint), "fl2va", 0, hidden)
     assert torch.allclose(mixed.double(), expected, atol=1e-5)  # float32 against float64, values of order 1
+
+
+def test_files_are_compared_with_the_checkpoints_own_hashes_whenever_they_change(workshop: Workshop) -> None:
+    weights = workshop.checkpoint / "fl2va.safetensors"
+    write_sums(workshop.checkpoint, [weights])
+    assert statuses(workshop.build())["hashes"] == "built"
+    assert statuses(workshop.build())["hashes"] == "reused"
+    small_checkpoint.write(workshop.checkpoint, seed=7)
+    with pytest.raises(StepFailed, match=r"hashes failed: .*fl2va\.safetensors: sha256"):
+        workshop.build()
+    assert EngineStore.open(workshop.store)
 
 
 def test_another_configuration_emits_anew(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def test_a_profile_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
         ('"bound"', '"glued"', "weights = 'glued': Input should be 'bound' or 'baked'"),
         ('"float32"', '"bfloat16"', "compute = 'bfloat16': Input should be 'float32'"),
         ('"onnxruntime"', '"abacus"', "backend = 'abacus': Input should be 'onnxruntime'"),
+        ('["fl2va"]', '["ref2va"]', "partitions = ['ref2va']: must name fl2va, which text to video"),
         ('["fl2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),
         ('["fl2va"]', "[]", "partitions = []: "),
         ('["fl2va"]', '["t2va"]', "partitions.0 = 't2va': Input should be 'fl2va' or 'ref2va'"),

@@ -44,7 +44,7 @@ def changed(graphs: tuple[Graph, ...], name: str, change: Change) -> tuple[Graph
 
 def problems(checkpoint: Checkpoint, graphs: tuple[Graph, ...]) -> list[str]:
     with pytest.raises(ConsumptionError) as caught:
-        check_consumption(checkpoint, graphs)
+        check_consumption(checkpoint, graphs, "fl2va")
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -100,7 +100,7 @@ def test_long_lists_are_cut_in_the_message_but_kept_in_the_error(
     checkpoint: Checkpoint, graphs: tuple[Graph, ...]
 ) -> None:
     with pytest.raises(ConsumptionError, match=r"and \d+ more$") as caught:
-        check_consumption(checkpoint, [g for g in graphs if g.name == "prologue"])
+        check_consumption(checkpoint, [g for g in graphs if g.name == "prologue"], "fl2va")
     assert len(caught.value.problems) > 100
 
 

@@ -20,7 +20,7 @@ from export.graphs.t2va import check_consumption, t2va_graphs
 
 checkpoint = Checkpoint.open(sys.argv[1])
 graphs = t2va_graphs(checkpoint, "fl2va", torch.bfloat16)
-check_consumption(checkpoint, graphs)
+check_consumption(checkpoint, graphs, "fl2va")
 report = {}
 for graph in graphs:
     if sys.argv[2:] and graph.name not in sys.argv[2:]:

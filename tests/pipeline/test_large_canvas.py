@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
 from runtime.refusal import RequestError
+from runtime.request import resolve
 
 GENERATE = """
 import resource, sys
@@ -49,3 +52,21 @@ def test_what_exceeds_memory_is_refused_with_the_largest_canvas_that_fits(store:
     assert pipeline.resolve("A red fox", {**shape, "width": side, "height": side}).width == side
     with pytest.raises(RequestError):
         pipeline.resolve("A red fox", {**shape, "width": side + 32, "height": side + 32})
+
+
+def test_a_stage_that_is_called_by_itself_admits_by_memory_too(store: Path) -> None:
+    """Triton's stages answer any client: a resolved request need not have come through `resolve`."""
+    pipeline = Pipeline.open(store)
+    small = pipeline.resolve("A red fox", {"duration": 4, "aspect_ratio": "1:1", "width": 256, "height": 256})
+    huge = resolve(
+        "A red fox",
+        {"duration": 15, "aspect_ratio": "1:1", "width": 4096, "height": 4096},
+        pipeline.manifest.dimensions,
+    )
+    text, nothing = torch.zeros(4, 64), torch.zeros(0)
+    with pytest.raises(RequestError, match="4096x4096"):
+        pipeline.denoise(huge, text, lambda event: None, Cancellation())
+    with pytest.raises(RequestError, match="4096x4096"):
+        pipeline.decode(huge, nothing, nothing, lambda event: None, Cancellation())
+    with pytest.raises(RequestError, match="TEXT: got 0 rows"):
+        pipeline.denoise(small, text[:0], lambda event: None, Cancellation())

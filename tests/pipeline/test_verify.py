@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,30 @@ def test_weights_of_another_transformer_are_seen(store: Path, monkeypatch: pytes
         "block[1]",
         "epilogue[0]",
     }
+
+
+def test_an_engine_that_is_not_finite_at_its_last_trial_only_is_seen(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_epilogue(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
+        return tuple(graph for graph in t2va_graphs(checkpoint, partition, compute) if graph.name == "epilogue")
+
+    engines = EngineSet.open(store)
+    run, last = engines.run, max(trial["rows"] for trial in _epilogue_trials(engines))
+
+    def broken(graph: str, inputs: Mapping[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+        outputs = run(graph, inputs, **options)
+        return {k: v * math.nan if len(inputs["hidden"]) == last else v for k, v in outputs.items()}
+
+    monkeypatch.setattr(verification, "t2va_graphs", only_epilogue)
+    monkeypatch.setattr(engines, "run", broken)
+    (check,) = engine_checks(engines, Checkpoint.open(engines.manifest.checkpoint.root))
+    assert not check.passed
+
+
+def _epilogue_trials(engines: EngineSet) -> tuple[Mapping[str, int], ...]:
+    checkpoint = Checkpoint.open(engines.manifest.checkpoint.root)
+    return next(g.trials for g in t2va_graphs(checkpoint, "fl2va", torch.float32) if g.name == "epilogue")
 
 
 @pytest.mark.parametrize(

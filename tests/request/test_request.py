@@ -272,3 +272,11 @@ def test_the_prompt_is_kept_verbatim() -> None:
         assert parse_prompt(text.encode()) == text
     with pytest.raises(RequestError, match=PROMPT.name):
         parse_prompt("\ud800")
+
+
+# Quadratic work on it would take minutes; a linear check takes milliseconds.
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("unit", ['\\"', '"', "\\", '["', '"\\'])
+def test_text_of_unterminated_strings_is_refused_without_searching_it_again_and_again(unit: str) -> None:
+    with pytest.raises(RequestError, match="parameters"):
+        parse_params('{"user": "' + unit * (65_000 // len(unit)))

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from export.miniature.tokenizer import SPECIAL_TOKENS, train
 from runtime.request import RequestError
-from runtime.text import Tokenizer, TokenizerError
+from runtime.text import TOKENS_MAXIMUM, Tokenizer, TokenizerError
 
 MARKUP = "<d>"
 
@@ -76,10 +76,13 @@ def test_a_prompt_without_tokens_is_refused(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_prompt_of_too_many_tokens_is_refused(file: Path) -> None:
-    length = len(Tokenizer(file).encode("zqzqzq"))
-    assert len(Tokenizer(file, maximum=length).encode("zqzqzq")) == length
-    with pytest.raises(RequestError, match=f"at most {length - 1} tokens, this one has {length}"):
-        Tokenizer(file, maximum=length - 1).encode("zqzqzq")
+    tokenizer = Tokenizer(file)
+    # Repeated with a space between, each word costs the same number of tokens.
+    each = len(tokenizer.encode(" zq zq")) - len(tokenizer.encode(" zq"))
+    fitting = " zq" * (TOKENS_MAXIMUM // each)
+    assert len(tokenizer.encode(fitting)) <= TOKENS_MAXIMUM
+    with pytest.raises(RequestError, match=f"at most {TOKENS_MAXIMUM} tokens, this one has"):
+        tokenizer.encode(fitting + " zq" * each)
 
 
 @pytest.fixture(scope="module")

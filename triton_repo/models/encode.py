@@ -11,6 +11,7 @@ import triton_python_backend_utils as pb_utils
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
 from runtime.request import RequestError
+from runtime.text import TOKENS_MAXIMUM
 from triton_repo import adapter
 
 
@@ -31,8 +32,8 @@ class TritonPythonModel(adapter.UnaryModel):
 
     def _check(self, tokens: torch.Tensor) -> None:
         vocabulary = self.pipeline.manifest.dimensions.text_encoder.vocab
-        if not tokens.numel():
-            raise RequestError("TOKENS", "no tokens", "must have at least one")
+        if not 1 <= tokens.numel() <= TOKENS_MAXIMUM:
+            raise RequestError("TOKENS", f"{tokens.numel()} tokens", f"must be from 1 to {TOKENS_MAXIMUM} tokens")
         outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
         if outside.numel():
             raise RequestError("TOKENS", int(outside[0]), f"must be from 0 to {vocabulary - 1}")
