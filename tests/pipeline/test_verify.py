@@ -35,6 +35,12 @@ def test_engines_and_pipeline_agree_with_torch_and_diffusers(store: Path) -> Non
     assert json.loads(report.to_json())["passed"] is True
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_whole_schedule_agrees_with_diffusers(store: Path) -> None:
+    assert verify(store, forwards=49, seed=11, progress=lambda check: None).failed == ()
+
+
 def test_weights_of_another_transformer_are_seen(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference reads partition ref2va while the engines are bound to fl2va: every denoiser engine must differ."""
 
