@@ -65,7 +65,7 @@ legal value:
     fps: got 30; must be a number, exactly 24; nearest legal: 24
     lora: got {'name': 'turbo'}; not offered (adapters chosen by the request)
 
-Over gRPC it is the message of an INVALID_ARGUMENT status.
+Over gRPC it is the message of an INVALID_ARGUMENT status; on a stream, whose errors have no status, the text alone.
 """
 
 
