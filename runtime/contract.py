@@ -35,6 +35,8 @@ CANVAS_AREA = 768 * 1344
 ASPECT_RATIOS = ("21:9", "16:9", "4:3", "1:1", "3:4", "9:16")
 SIDE_RATIO_MAXIMUM = 4
 PROMPT_CHARACTERS = 7_000
+TOKENS_MAXIMUM = 8_192
+"""Tokens of a prompt, and so rows of text."""
 DEFAULT_FORWARDS = 49
 EVALUATIONS = Integer(1, 200, "evaluations")
 SIGMA_POINTS = Integer(2, 201, "sigma points")
@@ -115,8 +117,8 @@ _DISTILLED = "the model is guidance-distilled and runs one forward a step"
 PROMPT = Field(
     "prompt",
     Text(1, PROMPT_CHARACTERS),
-    "the text, passed to the text encoder verbatim: no template, no strip, no special tokens. "
-    "Its own input, never a key of the parameters",
+    "the text, passed to the text encoder verbatim: no template, no strip, no special tokens; "
+    f"at most {TOKENS_MAXIMUM} tokens. Its own input, never a key of the parameters",
     default_text="required",
 )
 

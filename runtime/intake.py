@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from engines.store import EngineStore, Manifest
 from runtime.admission import MemoryModel
+from runtime.contract import TOKENS_MAXIMUM
 from runtime.refusal import RequestError
 from runtime.request import Resolved, resolve
-from runtime.text import TOKENS_MAXIMUM, Tokenizer
+from runtime.text import Tokenizer
 
 
 class Intake:

@@ -8,11 +8,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from runtime.contract import PROMPT
+from runtime.contract import PROMPT, TOKENS_MAXIMUM
 from runtime.refusal import RequestError
-
-TOKENS_MAXIMUM = 8_192
-"""Tokens of a prompt, and so rows of text, that a request may have."""
 
 
 class TokenizerError(RuntimeError):

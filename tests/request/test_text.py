@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from export.miniature.tokenizer import SPECIAL_TOKENS, train
 from runtime.request import RequestError
-from runtime.text import TOKENS_MAXIMUM, Tokenizer, TokenizerError
+from runtime.text import Tokenizer, TokenizerError
 
 MARKUP = "<d>"
 

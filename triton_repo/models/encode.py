@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
+from runtime.contract import TOKENS_MAXIMUM
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
 from runtime.request import RequestError
-from runtime.text import TOKENS_MAXIMUM
 from triton_repo import adapter
 
 
