@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from export.miniature.tokenizer import SPECIAL_TOKENS, train
+from runtime.contract import TOKENS_MAXIMUM
 from runtime.request import RequestError
 from runtime.text import Tokenizer, TokenizerError
 
