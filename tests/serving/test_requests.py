@@ -186,7 +186,13 @@ def test_the_stages_believe_nothing_they_are_sent(raw: InferenceServerClient) ->
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rule"), [([], "must have at least one"), ([-1], "must be from 0 to"), ([10**9], "must be from 0 to")]
+    ("tokens", "rule"),
+    [
+        ([], "must be from 1 to 8192 tokens"),
+        ([1] * 8193, "must be from 1 to 8192 tokens"),
+        ([-1], "must be from 0 to"),
+        ([10**9], "must be from 0 to"),
+    ],
 )
 def test_tokens_outside_the_vocabulary_are_refused(raw: InferenceServerClient, tokens: list[int], rule: str) -> None:
     tensor = InferInput("TOKENS", [len(tokens)], "INT64")
