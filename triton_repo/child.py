@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
+import psutil
+
 POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
 
@@ -39,6 +41,10 @@ class Child:
     def exited(self) -> bool:
         """Whether the program has ended; it is left unreaped, so that its group id stays taken."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def children(self) -> list[psutil.Process]:
+        """The program's own child processes."""
+        return psutil.Process(self.pid).children()
 
     def stop(self, patience: float) -> None:
         """SIGTERM, then SIGKILL after `patience` seconds or at the next signal, to the program and all its children."""

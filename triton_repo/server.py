@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from triton_repo.child import POLL_SECONDS, Child
 from triton_repo.control import HEADER, RESTRICTED, UNREACHABLE, Control
 from triton_repo.errors import ServerError
@@ -79,8 +81,14 @@ class TritonServer:
         return self._child.pid
 
     def wait(self) -> None:
-        """Block until the server dies on its own, which is a ServerError; a signal handler may raise out of it."""
+        """Block until the server or a model's process dies, which is a ServerError; a signal may raise out of it.
+
+        Triton does not start a model's process again and stays ready without it, so that only ending shows the loss.
+        """
+        models = self._child.children()
         while not self._child.exited():
+            if not all(map(_is_running, models)):
+                raise self._error("a model's process died; start the server again with: h3trt serve")
             time.sleep(POLL_SECONDS)
         raise self._error("tritonserver died")
 
@@ -148,6 +156,12 @@ class TritonServer:
     def _error(self, what: str) -> ServerError:
         log = self._settings.log_file
         return ServerError(f"{what}:\n{failure(log.read_text(errors='replace'))}\n(log: {log})")
+
+
+def _is_running(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _arguments(

@@ -157,3 +157,11 @@ def test_a_server_that_dies_is_noticed(toy: Toy) -> None:
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(ServerError, match="tritonserver died"):
             server.wait()
+
+
+def test_a_model_process_that_dies_ends_the_wait(toy: Toy) -> None:
+    with TritonServer(toy.settings) as server:
+        victim = psutil.Process(server.pid).children()[0]
+        threading.Timer(0.5, victim.kill).start()
+        with pytest.raises(ServerError, match="a model's process died; start the server again"):
+            server.wait()
