@@ -73,7 +73,9 @@ def test_no_server_names_the_command_that_starts_one() -> None:
 @pytest.mark.parametrize("command", [["serve"], ["repo"], ["generate", "p", "--local"]])
 def test_a_missing_store_names_the_command_that_builds_it(command: list[str], tmp_path: Path) -> None:
     result = _run(*command, "--store", str(tmp_path / "none"))
-    _assert_one_line(result, Exit.ENGINES, str(tmp_path / "none"), "make engines PROFILE=cpu")
+    _assert_one_line(
+        result, Exit.ENGINES, f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none"
+    )
 
 
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_inspect_of_a_file_that_is_no_clip(tmp_path: Path) -> None:
 def test_doctor_says_what_mends_a_missing_store(tmp_path: Path) -> None:
     result = _run("doctor", "--store", str(tmp_path / "none"))
     assert result.exit_code == Exit.SERVER
-    assert "make engines PROFILE=cpu" in result.stderr
+    assert f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none" in result.stderr
 
 
 def test_doctor_tells_a_missing_package_and_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
