@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from h3trt import console
 from h3trt.cli import app
 from h3trt.doctor import examine
 from h3trt.exits import MEANINGS, Exit
+from triton_repo.errors import ServerError
+from triton_repo.installation import triton_root
 
 COMMANDS = ["checkpoint", "export", "engines", "repo", "serve", "generate", "verify", "inspect", "doctor", "demo"]
 SMALL = ["--aspect-ratio", "1:1", "--width", "256", "--height", "256", "--seconds", "4", "--forwards", "4"]
@@ -145,3 +148,16 @@ def test_a_signal_ends_a_command_in_order(number: signal.Signals, tmp_path: Path
     assert process.returncode == Exit.CANCELLED
     assert errors.startswith("error: ")
     assert "Traceback" not in errors
+
+
+def test_a_table_shows_its_cells_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    console.table("the [bold]title", ("[what]",), [("av [serve]",), ("ends with \\",)])
+    shown = capsys.readouterr().out
+    for text in ("the [bold]title", "[what]", "av [serve]", "ends with \\ "):
+        assert text in shown
+
+
+def test_a_missing_triton_names_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ServerError, match=r"not installed; run: make setup \(or, .*pip install -e '\.\[serve\]'\)"):
+        triton_root()
