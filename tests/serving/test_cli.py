@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typer.testing import CliRunner, Result
 from h3trt import console
 from h3trt.cli import app
 from h3trt.doctor import examine
-from h3trt.exits import MEANINGS, Exit
+from h3trt.exits import MEANINGS, Exit, exit_code
 from triton_repo.errors import ServerError
 from triton_repo.installation import triton_root
 
@@ -161,3 +163,45 @@ def test_a_missing_triton_names_the_set_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ServerError, match=r"not installed; run: make setup \(or, .*pip install -e '\.\[serve\]'\)"):
         triton_root()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "code"),
+    [
+        ("export.binding", "BindingError", Exit.CHECKPOINT),
+        ("export.graphs.t2va", "ConsumptionError", Exit.CHECKPOINT),
+        ("export.emit", "EmitError", Exit.ENGINES),
+        ("export.compare", "CompareError", Exit.ENGINES),
+        ("export.bake", "BakeError", Exit.ENGINES),
+        ("export.passes.name_tensors", "DeclarationError", Exit.ENGINES),
+        ("engines.backends.onnxruntime", "LoweringError", Exit.ENGINES),
+        ("engines.build", "BuildError", Exit.ENGINES),
+    ],
+)
+def test_an_error_of_the_build_has_its_code(module: str, name: str, code: Exit) -> None:
+    error = getattr(importlib.import_module(module), name)
+    assert exit_code(error("graph block: what is wrong")) == code
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(directory: Path, layout: str, seed: int) -> None:
+        raise OSError(28, "No space left on device", str(directory / "model.safetensors"))
+
+    monkeypatch.setattr("export.miniature.write_miniature", full)
+    result = _run("checkpoint", "tiny", str(tmp_path))
+    _assert_one_line(result, Exit.USAGE, f"{tmp_path}/model.safetensors: No space left on device")
+
+
+@pytest.mark.parametrize(("out", "rule"), [("", "is a directory"), ("file/a/clip.mp4", "file is not a directory")])
+def test_an_impossible_output_is_refused_before_the_work(out: str, rule: str, tmp_path: Path) -> None:
+    """The address is nobody's: a command that got as far as asking would end with another code."""
+    (tmp_path / "file").touch()
+    result = _run("generate", "p", *SMALL, "--url", "127.0.0.1:1", "--out", str(tmp_path / out))
+    _assert_one_line(result, Exit.USAGE, f"{tmp_path / out}: ", rule)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    result = _run("generate", "p", *SMALL, "--url", "127.0.0.1:1", "--out", str(tmp_path / "a" / "clip.mp4"))
+    _assert_one_line(result, Exit.USAGE, "is not writable")
