@@ -19,7 +19,7 @@ from engines.declaration import describe_checkpoint, describe_exporter, versions
 from engines.graph_steps import GraphSteps
 from engines.profile import Partition, Profile
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport
-from engines.store import LOCK, MANIFEST, SCHEMA_VERSION, EngineStore, Manifest
+from engines.store import LOCK, MANIFEST, SCHEMA_VERSION, EngineStore, Manifest, rebuild_command
 from engines.weight_table import WeightTable
 from export.binding import bind
 from export.checkpoint import Checkpoint
@@ -69,8 +69,8 @@ def build(
     opened = Checkpoint.open(Path(checkpoint).absolute())
     steps = _Plan(opened, loaded, root).steps()
     _check_known(only, steps)
-    arguments = ["--checkpoint", str(opened.root), "--profile", loaded.name, "--store", str(root)]
-    ledger = Ledger(root, lambda step: shlex.join(["h3trt", "engines", *arguments, "--step", step]), progress)
+    command = rebuild_command(root, loaded.name, opened.root)
+    ledger = Ledger(root, lambda step: f"{command} --step {shlex.quote(step)}", progress)
     with _locked(root, progress):
         reports = ledger.run(steps, only)
         if only is None:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engines.profile import Partition, Profile
+from engines.profile import PROFILES, Partition, Profile
 from plugins.dimensions import Dimensions
 
 SCHEMA_VERSION = 1
@@ -212,14 +212,25 @@ class EngineStore:
             )
 
     def _error(self, text: str) -> StoreError:
-        command = rebuild_command(self.manifest.profile.name, self.manifest.checkpoint.root)
-        return StoreError(f"{text}; to rebuild, run: {command}")
+        return StoreError(f"{text}; {rebuild_advice(self.root)}")
 
 
-def rebuild_command(profile: str = "cpu", checkpoint: str | None = None) -> str:
-    """The command line that (re)builds a store; without a checkpoint the reader has to fill it in."""
-    root = "DIRECTORY" if checkpoint is None else shlex.quote(checkpoint)
-    return f"make engines PROFILE={profile} CHECKPOINT={root}"
+def rebuild_command(store: Path, profile: str, checkpoint: str | Path) -> str:
+    """The command line that builds this store, or builds it again; its words are quoted for a shell."""
+    options = ["--profile", profile, "--checkpoint", str(checkpoint), "--store", str(store.absolute())]
+    return shlex.join(["h3trt", "engines", *options])
+
+
+def rebuild_advice(store: Path) -> str:
+    """How to build a store: its command, or, where no manifest tells, the command with words to be replaced."""
+    try:
+        outline = _Outline.model_validate_json((store / MANIFEST).read_bytes())
+    except (OSError, ValidationError):
+        shipped = store.name in {path.stem for path in PROFILES.glob("*.toml")}
+        command = rebuild_command(store, store.name if shipped else "PROFILE", "CHECKPOINT")
+        words = "the checkpoint's directory" if shipped else "the profile and the checkpoint's directory"
+        return f"nothing here tells what it was built from; to build, run, with {words} put in: {command}"
+    return f"to rebuild, run: {rebuild_command(store, outline.profile.name, outline.checkpoint.root)}"
 
 
 def weight_file(path: Path) -> WeightFile:
@@ -260,17 +271,17 @@ def _read_manifest(root: Path) -> Manifest:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}; to build, run: {rebuild_command()}") from error
-    outline = _outline(path, content)
-    mend = f"to rebuild, run: {rebuild_command(outline.profile.name, outline.checkpoint.root)}"
-    if outline.schema_version != SCHEMA_VERSION:
-        raise StoreError(f"{path}: schema version {SCHEMA_VERSION} expected, {outline.schema_version} found; {mend}")
+        raise StoreError(f"{path}: cannot be read: {error.strerror}; {rebuild_advice(root)}") from error
+    version = _schema_version(root, content)
+    if version != SCHEMA_VERSION:
+        found = f"schema version {SCHEMA_VERSION} expected, {version} found"
+        raise StoreError(f"{path}: {found}; {rebuild_advice(root)}")
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise StoreError(f"{path}: {place}: {first['msg']}; {mend}") from error
+        raise StoreError(f"{path}: {place}: {first['msg']}; {rebuild_advice(root)}") from error
 
 
 class _OutlineProfile(BaseModel):
@@ -289,8 +300,8 @@ class _Outline(BaseModel):
     checkpoint: _OutlineCheckpoint
 
 
-def _outline(path: Path, content: bytes) -> _Outline:
+def _schema_version(root: Path, content: bytes) -> int:
     try:
-        return _Outline.model_validate_json(content)
+        return _Outline.model_validate_json(content).schema_version
     except ValidationError as error:
-        raise StoreError(f"{path}: is not a manifest; to rebuild, run: {rebuild_command()}") from error
+        raise StoreError(f"{root / MANIFEST}: is not a manifest; {rebuild_advice(root)}") from error

@@ -121,14 +121,11 @@ def engines(
     step: Annotated[str | None, typer.Option(help="Do this one step again, as a build's log suggests.")] = None,
 ) -> None:
     """Build the engines of a checkpoint for a hardware profile. What has not changed is left as it is."""
-    from engines.build import BuildError, build
+    from engines.build import build
 
     directory = store or paths.engine_store(profile)
-    try:
-        with console.steps() as progress:
-            report = build(checkpoint, profile, directory, progress, step)
-    except BuildError as error:
-        raise CommandError(str(error)) from error
+    with console.steps() as progress:
+        report = build(checkpoint, profile, directory, progress, step)
     counts = Counter(step.status for step in report.steps)
     if not report.built:
         console.line(f"{report.store}: nothing to do, all {len(report.steps)} steps are up to date")
@@ -162,8 +159,10 @@ def verify(
     Takes a clip of 5 s at 256x256, the smallest that diffusers generates. Ends with exit code 6 if a number is over
     its limit.
     """
+    from engines.store import write_atomically
     from h3trt.verify import verify as run
 
+    paths.check_writable(out)
     with console.steps() as progress:
         numbers = itertools.count(1)
         report = run(
@@ -172,8 +171,7 @@ def verify(
             seed,
             lambda check: progress(Moment(next(numbers), None, check.title, "ok" if check.passed else "over")),
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report.to_json())
+    write_atomically(out, report.to_json().encode())
     rows = [(c.group, c.name, f"{c.measured:.3g}", c.rule, "ok" if c.passed else "OVER") for c in report.checks]
     console.table("verification", ("", "quantity", "measured", "limit", ""), rows)
     console.line(f"{out}: {len(report.failed)} of {len(report.checks)} checks over their limit")

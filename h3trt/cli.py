@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from h3trt import build_commands, console, serve_commands
-from h3trt.exits import MEANINGS, exit_code
+from h3trt.exits import MEANINGS, exit_code, message
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,7 +27,7 @@ class _Commands(TyperGroup):
             code = exit_code(error)
             if code is None:
                 raise
-            console.error(str(error) or "cancelled")
+            console.error(message(error))
             raise typer.Exit(code) from None
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 Stages = Callable[[Mapping[str, Any]], None]
 """Takes the progress events of a request, as JSON objects."""
@@ -60,9 +61,11 @@ def line(text: str) -> None:
 
 def table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """A small table of results."""
-    shown = Table(*columns, title=title, title_justify="left")
+    shown = Table(title=Text(title), title_justify="left")
+    for column in columns:
+        shown.add_column(Text(column))
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(Text, row))
     out.print(shown)
 
 

@@ -22,7 +22,7 @@ class Exit(IntEnum):
 MEANINGS = {
     Exit.OK: "done",
     Exit.FAULT: "a fault of this program; please report the traceback",
-    Exit.USAGE: "wrong usage, or a request or profile that is refused",
+    Exit.USAGE: "wrong usage, a request or profile that is refused, or a file that cannot be read or written",
     Exit.CHECKPOINT: "the checkpoint is incomplete or not what it must be",
     Exit.ENGINES: "engines or their store are missing, stale or damaged, or building them failed",
     Exit.SERVER: "the server or this machine's set-up does not work, or the server is not reachable",
@@ -35,6 +35,14 @@ _CODES = {
     ("runtime.refusal", "RequestError"): Exit.USAGE,
     ("engines.profile", "ProfileError"): Exit.USAGE,
     ("export.checkpoint.errors", "CheckpointError"): Exit.CHECKPOINT,
+    ("export.binding", "BindingError"): Exit.CHECKPOINT,
+    ("export.graphs.t2va", "ConsumptionError"): Exit.CHECKPOINT,
+    ("export.passes.name_tensors", "DeclarationError"): Exit.ENGINES,
+    ("export.emit", "EmitError"): Exit.ENGINES,
+    ("export.compare", "CompareError"): Exit.ENGINES,
+    ("export.bake", "BakeError"): Exit.ENGINES,
+    ("engines.backends.onnxruntime", "LoweringError"): Exit.ENGINES,
+    ("engines.build", "BuildError"): Exit.ENGINES,
     ("engines.store", "StoreError"): Exit.ENGINES,
     ("engines.steps", "StepFailed"): Exit.ENGINES,
     ("runtime.text", "TokenizerError"): Exit.ENGINES,
@@ -58,6 +66,9 @@ def exit_code(error: BaseException) -> Exit | None:
         return error.code
     if isinstance(error, KeyboardInterrupt):
         return Exit.CANCELLED
+    # A reader of our output that has gone is no error of a file; click ends the program quietly.
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        return Exit.USAGE
     client = sys.modules.get("triton_repo.client")
     if client is not None and isinstance(error, client.ClientError):
         return _client_exit(error.failure.value)
@@ -65,6 +76,13 @@ def exit_code(error: BaseException) -> Exit | None:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
             return code
     return None
+
+
+def message(error: BaseException) -> str:
+    """The line that tells an error: its own text; for one of the system, the file and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or "cancelled"
 
 
 def _client_exit(failure: str) -> Exit:

@@ -92,6 +92,7 @@ def generate(
     if dry_run:
         console.line(json.dumps(source.resolve(prompt, request), indent=2, ensure_ascii=False))
         return
+    paths.check_writable(out)
     started = time.monotonic()
     with console.stages() as progress:
         clip = source.generate(prompt, request, progress)
@@ -106,6 +107,7 @@ def demo(
     from engines.build import build
     from export.miniature import write_miniature
 
+    paths.check_writable(out)
     checkpoint, store = work / "checkpoint", work / "engines"
     console.heading("1. miniature checkpoint")
     if not checkpoint.exists():
@@ -204,8 +206,9 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _save(clip: Generated, out: Path, seconds: float) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(clip.mp4)
+    from engines.store import write_atomically
+
+    write_atomically(out, clip.mp4)
     for note in clip.resolved["notes"]:
         console.heading(f"note: {note}")
     shape = "{width}x{height}, {frames} frames, {forwards} forwards, seed {seed}".format(**clip.resolved)

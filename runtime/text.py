@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from engines.store import rebuild_advice
 from runtime.contract import PROMPT, TOKENS_MAXIMUM
 from runtime.refusal import RequestError
 
@@ -24,9 +25,9 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for every fault
-            raise TokenizerError(
-                f"{file}: not a tokenizer ({error}); rebuild the store with `h3trt engines`"
-            ) from error
+            # It lies in a folder of its store, whose builder copied it from the checkpoint.
+            advice = rebuild_advice(Path(file).absolute().parents[1])
+            raise TokenizerError(f"{file}: not a tokenizer ({error}); {advice}") from error
         # The file may carry settings of its training; a prompt is never cut and never filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

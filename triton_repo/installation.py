@@ -76,7 +76,8 @@ def triton_root() -> Path:
     locations = spec.submodule_search_locations if spec is not None else None
     root = Path(next(iter(locations))) / "tritonserver" if locations else None
     if root is None or not (root / "bin" / "tritonserver").is_file():
-        raise ServerError("the tritonserver binary of nvidia-pytriton is not installed", "pip install 'h3trt[serve]'")
+        remedy = "run: make setup (or, in the project's folder, pip install -e '.[serve]')"
+        raise ServerError("the tritonserver binary of nvidia-pytriton is not installed", remedy)
     return root
 
 

@@ -120,7 +120,7 @@ def test_an_interrupted_first_build_is_not_a_store(workshop: Workshop, monkeypat
     fresh = workshop.root / "fresh"
     with pytest.raises(KeyboardInterrupt):
         build(workshop.checkpoint, workshop.profile, fresh)
-    with pytest.raises(StoreError, match="make engines"):
+    with pytest.raises(StoreError, match="h3trt engines"):
         EngineStore.open(fresh)
 
 

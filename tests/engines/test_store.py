@@ -19,7 +19,7 @@ def refusal(workshop: Workshop) -> str:
     with pytest.raises(StoreError) as refused:
         EngineStore.open(workshop.store)
     message = str(refused.value)
-    assert message.endswith(f"make engines PROFILE={workshop.profile} CHECKPOINT={workshop.checkpoint}")
+    assert message.endswith(f"run: {rebuild_command(workshop.store, str(workshop.profile), workshop.checkpoint)}")
     return message
 
 
@@ -38,14 +38,21 @@ def test_a_finished_store_opens_with_the_checkpoints_tokenizer(workshop: Worksho
 
 def test_without_a_manifest(workshop: Workshop) -> None:
     (workshop.store / "manifest.json").unlink()
-    with pytest.raises(StoreError, match=r"manifest.json: cannot be read: No such file.*make engines PROFILE=cpu"):
+    with pytest.raises(StoreError, match=r"manifest.json: cannot be read: No such file") as refused:
         EngineStore.open(workshop.store)
+    command = f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {workshop.store}"
+    assert str(refused.value).endswith(f"with the profile and the checkpoint's directory put in: {command}")
+
+
+def test_a_missing_store_in_the_usual_place_names_its_profile(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=f"--profile cpu --checkpoint CHECKPOINT --store {tmp_path}/engines/cpu$"):
+        EngineStore.open(tmp_path / "engines" / "cpu")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema_version": 1}', b"\xff\xfe\x00"])
 def test_a_manifest_that_is_none(workshop: Workshop, content: bytes) -> None:
     (workshop.store / "manifest.json").write_bytes(content)
-    with pytest.raises(StoreError, match="is not a manifest"):
+    with pytest.raises(StoreError, match=r"is not a manifest; nothing here tells what it was built from.*CHECKPOINT"):
         EngineStore.open(workshop.store)
 
 
@@ -120,7 +127,8 @@ def test_another_version_of_the_backend(workshop: Workshop) -> None:
 
 
 def test_the_command_quotes_what_a_shell_would_split() -> None:
-    assert rebuild_command("cpu", "/data/my model") == "make engines PROFILE=cpu CHECKPOINT='/data/my model'"
+    command = rebuild_command(Path("/data/my store"), "cpu", "/data/my model")
+    assert command == "h3trt engines --profile cpu --checkpoint '/data/my model' --store '/data/my store'"
 
 
 def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

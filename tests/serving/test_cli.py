@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from h3trt import console
 from h3trt.cli import app
 from h3trt.doctor import examine
-from h3trt.exits import MEANINGS, Exit
+from h3trt.exits import MEANINGS, Exit, exit_code
+from triton_repo.errors import ServerError
+from triton_repo.installation import triton_root
 
 COMMANDS = ["checkpoint", "export", "engines", "repo", "serve", "generate", "verify", "inspect", "doctor", "demo"]
 SMALL = ["--aspect-ratio", "1:1", "--width", "256", "--height", "256", "--seconds", "4", "--forwards", "4"]
@@ -73,7 +78,9 @@ def test_no_server_names_the_command_that_starts_one() -> None:
 @pytest.mark.parametrize("command", [["serve"], ["repo"], ["generate", "p", "--local"]])
 def test_a_missing_store_names_the_command_that_builds_it(command: list[str], tmp_path: Path) -> None:
     result = _run(*command, "--store", str(tmp_path / "none"))
-    _assert_one_line(result, Exit.ENGINES, str(tmp_path / "none"), "make engines PROFILE=cpu")
+    _assert_one_line(
+        result, Exit.ENGINES, f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none"
+    )
 
 
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
@@ -109,7 +116,7 @@ def test_inspect_of_a_file_that_is_no_clip(tmp_path: Path) -> None:
 def test_doctor_says_what_mends_a_missing_store(tmp_path: Path) -> None:
     result = _run("doctor", "--store", str(tmp_path / "none"))
     assert result.exit_code == Exit.SERVER
-    assert "make engines PROFILE=cpu" in result.stderr
+    assert f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none" in result.stderr
 
 
 def test_doctor_tells_a_missing_package_and_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +150,58 @@ def test_a_signal_ends_a_command_in_order(number: signal.Signals, tmp_path: Path
     assert process.returncode == Exit.CANCELLED
     assert errors.startswith("error: ")
     assert "Traceback" not in errors
+
+
+def test_a_table_shows_its_cells_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    console.table("the [bold]title", ("[what]",), [("av [serve]",), ("ends with \\",)])
+    shown = capsys.readouterr().out
+    for text in ("the [bold]title", "[what]", "av [serve]", "ends with \\ "):
+        assert text in shown
+
+
+def test_a_missing_triton_names_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ServerError, match=r"not installed; run: make setup \(or, .*pip install -e '\.\[serve\]'\)"):
+        triton_root()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "code"),
+    [
+        ("export.binding", "BindingError", Exit.CHECKPOINT),
+        ("export.graphs.t2va", "ConsumptionError", Exit.CHECKPOINT),
+        ("export.emit", "EmitError", Exit.ENGINES),
+        ("export.compare", "CompareError", Exit.ENGINES),
+        ("export.bake", "BakeError", Exit.ENGINES),
+        ("export.passes.name_tensors", "DeclarationError", Exit.ENGINES),
+        ("engines.backends.onnxruntime", "LoweringError", Exit.ENGINES),
+        ("engines.build", "BuildError", Exit.ENGINES),
+    ],
+)
+def test_an_error_of_the_build_has_its_code(module: str, name: str, code: Exit) -> None:
+    error = getattr(importlib.import_module(module), name)
+    assert exit_code(error("graph block: what is wrong")) == code
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(directory: Path, layout: str, seed: int) -> None:
+        raise OSError(28, "No space left on device", str(directory / "model.safetensors"))
+
+    monkeypatch.setattr("export.miniature.write_miniature", full)
+    result = _run("checkpoint", "tiny", str(tmp_path))
+    _assert_one_line(result, Exit.USAGE, f"{tmp_path}/model.safetensors: No space left on device")
+
+
+@pytest.mark.parametrize(("out", "rule"), [("", "is a directory"), ("file/a/clip.mp4", "file is not a directory")])
+def test_an_impossible_output_is_refused_before_the_work(out: str, rule: str, tmp_path: Path) -> None:
+    """The address is nobody's: a command that got as far as asking would end with another code."""
+    (tmp_path / "file").touch()
+    result = _run("generate", "p", *SMALL, "--url", "127.0.0.1:1", "--out", str(tmp_path / out))
+    _assert_one_line(result, Exit.USAGE, f"{tmp_path / out}: ", rule)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    result = _run("generate", "p", *SMALL, "--url", "127.0.0.1:1", "--out", str(tmp_path / "a" / "clip.mp4"))
+    _assert_one_line(result, Exit.USAGE, "is not writable")

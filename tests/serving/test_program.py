@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.store import EngineStore
+from engines.store import EngineStore, rebuild_command
 from runtime.probe import inspect_mp4
 from tests.conftest import H3TRT, Demonstration
 from tests.serving.conftest import Traces
@@ -140,10 +141,16 @@ def damaged(demonstration: Demonstration, tmp_path: Path) -> Path:
     return store
 
 
+def _rebuild(store: Path) -> str:
+    """The command that must be named; the manifest of a damaged store can still be read."""
+    manifest = json.loads((store / "manifest.json").read_text())
+    return rebuild_command(store, "cpu", manifest["checkpoint"]["root"])
+
+
 def test_serve_refuses_a_missing_engine(damaged: Path, tmp_path: Path) -> None:
     result = _h3trt("serve", "--store", str(damaged), cwd=tmp_path)
     assert result.returncode == 4
-    assert "make engines PROFILE=cpu CHECKPOINT=" in result.stderr
+    assert _rebuild(damaged) in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -155,7 +162,7 @@ def test_serve_refuses_a_corrupt_engine(demonstration: Demonstration, damaged: P
     result = _h3trt("serve", "--store", str(damaged), cwd=tmp_path)
     assert result.returncode == 4
     assert name in result.stderr
-    assert "make engines PROFILE=cpu CHECKPOINT=" in result.stderr
+    assert _rebuild(damaged) in result.stderr
 
 
 def test_an_engine_lost_before_the_models_load_is_told_by_the_server(
@@ -167,5 +174,5 @@ def test_an_engine_lost_before_the_models_load_is_told_by_the_server(
     render(store, tmp_path / "repository", RepositorySettings())
     os.unlink(store / EngineStore.open(store).manifest.graphs["block"].file.path)
     settings = ServerSettings(tmp_path / "repository", tmp_path / "log", PUBLIC_MODELS)
-    with pytest.raises(ServerError, match="make engines PROFILE=cpu CHECKPOINT="):
+    with pytest.raises(ServerError, match=re.escape(_rebuild(store))):
         TritonServer(settings).__enter__()
