@@ -17,6 +17,8 @@ from h3trt import console
 from h3trt.cli import app
 from h3trt.doctor import examine
 from h3trt.exits import MEANINGS, Exit, exit_code
+from runtime.refusal import RequestError
+from runtime.request import parse_prompt
 from triton_repo.errors import ServerError
 from triton_repo.installation import triton_root
 
@@ -205,3 +207,19 @@ def test_an_unwritable_folder_is_refused_before_the_work(tmp_path: Path) -> None
     tmp_path.chmod(0o500)
     result = _run("generate", "p", *SMALL, "--url", "127.0.0.1:1", "--out", str(tmp_path / "a" / "clip.mp4"))
     _assert_one_line(result, Exit.USAGE, "is not writable")
+
+
+def test_the_demonstration_misses_triton_before_it_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_repo.installation.LIBPYTHON", "libpython0.0.so")
+    result = _run("demo", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "demo.mp4"))
+    assert result.exit_code == Exit.SERVER
+    assert "apt-get install libpython" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused_before_it_is_sent() -> None:
+    """The address is nobody's; the text is that of the check on the server."""
+    prompt = os.fsdecode(b"a fox \xff")
+    with pytest.raises(RequestError) as wanted:
+        parse_prompt(prompt)
+    _assert_one_line(_run("generate", prompt, *SMALL, "--url", "127.0.0.1:1"), Exit.USAGE, str(wanted.value))
