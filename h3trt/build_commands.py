@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from h3trt import console, paths
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
+
+if TYPE_CHECKING:
+    from export.checkpoint import Checkpoint
 
 # What the commands call is imported inside them: `h3trt --help` answers at once, and a serving host has no exporter.
 
@@ -182,14 +186,20 @@ def verify(
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, an engine store, or an MP4 file.")],
+    verify_hashes: Annotated[
+        bool, typer.Option("--verify-hashes", help="Hash every file of a checkpoint that its SHA256SUMS lists.")
+    ] = False,
 ) -> None:
     """Say what a checkpoint, an engine store or an MP4 file holds."""
+    is_checkpoint = path.is_dir() and not (path / "manifest.json").is_file()
+    if verify_hashes and not is_checkpoint:
+        raise CommandError(f"{path}: is not a checkpoint's directory, which --verify-hashes needs")
     if path.is_file():
         _inspect_clip(path)
     elif (path / "manifest.json").is_file():
         _inspect_store(path)
-    elif path.is_dir():
-        _inspect_checkpoint(path)
+    elif is_checkpoint:
+        _inspect_checkpoint(path, verify_hashes)
     else:
         raise CommandError(f"{path}: no such file or directory")
 
@@ -213,13 +223,33 @@ def _inspect_store(path: Path) -> None:
     console.table("engines", ("graph", "instances", "weights", "difference", "tolerance"), rows)
 
 
-def _inspect_checkpoint(path: Path) -> None:
+def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:
     from export.checkpoint import Checkpoint
+    from export.checkpoint.summary import summarise
 
     checkpoint = Checkpoint.open(path)
-    console.line(f"{checkpoint.layout} layout, partitions {', '.join(checkpoint.partitions)}")
-    console.line(f"fingerprint {checkpoint.fingerprint}")
+    summary = summarise(checkpoint)
+    console.line(f"{summary.layout} layout, partitions {', '.join(summary.partitions)}, {_size(summary.nbytes)}")
+    console.line(f"fingerprint {summary.fingerprint}")
+    rows = [
+        (part.component, part.partition, f"{part.tensors:,}", f"{part.nbytes:,}", _dtypes(part.dtypes))
+        for part in summary.components
+    ]
+    console.table("tensors", ("component", "partition", "tensors", "bytes", "dtypes"), rows)
     console.line(checkpoint.dimensions.model_dump_json(indent=2))
+    if verify_hashes:
+        _verify_hashes(checkpoint)
+
+
+def _dtypes(stored: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_size(count)}" for name, count in stored.items())
+
+
+def _verify_hashes(checkpoint: Checkpoint) -> None:
+    with console.steps() as progress:
+        numbers = itertools.count(1)
+        files = checkpoint.verify_hashes(lambda file: progress(Moment(next(numbers), None, str(file), "reading")))
+    console.line(f"{checkpoint.root}: {len(files)} files have the SHA-256 that is listed for them")
 
 
 def _bytes_on_disk(directory: Path) -> int:

@@ -49,7 +49,7 @@ def serve(
     Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once.
     """
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    with _server(profile, store or paths.engine_store(profile), queue, ports) as server:
+    with _server(paths.triton(profile), store or paths.engine_store(profile), queue, ports) as server:
         console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
         console.line(f"HTTP    http://{server.endpoints.http}")
         console.line(f"metrics http://{server.endpoints.metrics}/metrics")
@@ -106,7 +106,9 @@ def demo(
     """Go the whole way on this machine: miniature checkpoint, engines, Triton server, one request, checked MP4."""
     from engines.build import build
     from export.miniature import write_miniature
+    from triton_repo.installation import Installation
 
+    Installation.find()
     paths.check_writable(out)
     checkpoint, store = work / "checkpoint", work / "engines"
     console.heading("1. miniature checkpoint")
@@ -116,7 +118,7 @@ def demo(
     with console.steps() as steps:
         build(checkpoint, "cpu", store, steps)
     console.heading("3. Triton server")
-    with _server("cpu", store, 8, {}) as server:
+    with _server(work / "triton", store, 8, {}) as server:
         console.heading("4. one gRPC request")
         started = time.monotonic()
         with console.stages() as progress:
@@ -179,17 +181,18 @@ class _Local:
 
 
 @contextmanager
-def _server(profile: str, store: Path, queue: int, ports: Mapping[str, int]) -> Iterator[TritonServer]:
-    """A ready server of the store, with its repository rendered anew. Raises StoreError and ServerError."""
+def _server(folder: Path, store: Path, queue: int, ports: Mapping[str, int]) -> Iterator[TritonServer]:
+    """A ready server of the store, its repository rendered anew in `folder`. Raises StoreError and ServerError."""
     from triton_repo.names import PUBLIC_MODELS
     from triton_repo.repository import RepositorySettings, render
     from triton_repo.server import ServerSettings, TritonServer
+    from triton_repo.workplace import held
 
-    folder = paths.triton(profile)
-    models = render(store, folder / "repository", RepositorySettings(queue))
-    settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
-    started = time.monotonic()
     with ExitStack() as running:
+        running.enter_context(held(folder))
+        models = render(store, folder / "repository", RepositorySettings(queue))
+        settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
+        started = time.monotonic()
         with console.steps() as progress:
             numbers = itertools.count(1)
             server = running.enter_context(

@@ -16,6 +16,9 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import InferenceServerException
 
+from runtime.kinds import is_unicode
+from runtime.refusal import RequestError
+from runtime.request import parse_prompt
 from triton_repo.names import ENSEMBLE, PREPARE, STREAM
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -154,7 +157,18 @@ class _Messages:
 
 
 def _inputs(prompt: str, params: Mapping[str, Any]) -> list[InferInput]:
+    if not is_unicode(prompt):
+        raise _unsendable(prompt)
     return [_string("PROMPT", prompt), _string("PARAMS", json.dumps(params))]
+
+
+def _unsendable(prompt: str) -> ClientError:
+    """Why a text that has no UTF-8 is refused, in the words of the request's own check."""
+    try:
+        parse_prompt(prompt)
+    except RequestError as error:
+        return ClientError(Failure.INVALID, str(error))
+    raise AssertionError("the check lets a prompt pass that has no UTF-8")
 
 
 def _string(name: str, value: str) -> InferInput:

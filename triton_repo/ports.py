@@ -18,11 +18,21 @@ _FREE_PORTS = range(20000, 32000)
 
 def choose_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     """A port for each service: the wanted one where it is free, any free one for 0. Raises ServerError."""
+    _check_different(wanted)
     for service, port in wanted.items():
         if port and not port_is_free(port):
             raise ServerError(f"{service} port {port} on {LOOPBACK} is in use", f"give another: --{service}-port PORT")
-    free = (port for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)) if port_is_free(port))
+    candidates = (port for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)) if port not in wanted.values())
+    free = filter(port_is_free, candidates)
     return {service: port or next(free) for service, port in wanted.items()}
+
+
+def _check_different(wanted: Mapping[str, int]) -> None:
+    owners: dict[int, str] = {}
+    for service, port in wanted.items():
+        other = owners.setdefault(port, service)
+        if port and other != service:
+            raise ServerError(f"{other} and {service} cannot share port {port}", f"give another: --{service}-port PORT")
 
 
 def port_is_free(port: int) -> bool:

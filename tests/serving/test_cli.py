@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +15,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from export.checkpoint import Checkpoint
+from export.checkpoint.summary import summarise
+from export.miniature import write_miniature
 from h3trt import console
 from h3trt.cli import app
 from h3trt.doctor import examine
 from h3trt.exits import MEANINGS, Exit, exit_code
+from runtime.refusal import RequestError
+from runtime.request import parse_prompt
 from triton_repo.errors import ServerError
 from triton_repo.installation import triton_root
 
@@ -205,3 +212,56 @@ def test_an_unwritable_folder_is_refused_before_the_work(tmp_path: Path) -> None
     tmp_path.chmod(0o500)
     result = _run("generate", "p", *SMALL, "--url", "127.0.0.1:1", "--out", str(tmp_path / "a" / "clip.mp4"))
     _assert_one_line(result, Exit.USAGE, "is not writable")
+
+
+def test_the_demonstration_misses_triton_before_it_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_repo.installation.LIBPYTHON", "libpython0.0.so")
+    result = _run("demo", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "demo.mp4"))
+    assert result.exit_code == Exit.SERVER
+    assert "apt-get install libpython" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused_before_it_is_sent() -> None:
+    """The address is nobody's; the text is that of the check on the server."""
+    prompt = os.fsdecode(b"a fox \xff")
+    with pytest.raises(RequestError) as wanted:
+        parse_prompt(prompt)
+    _assert_one_line(_run("generate", prompt, *SMALL, "--url", "127.0.0.1:1"), Exit.USAGE, str(wanted.value))
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A miniature checkpoint with a list of the hash of one of its files."""
+    root = tmp_path_factory.mktemp("miniature") / "checkpoint"
+    write_miniature(root, "native", 0)
+    file = next(root.rglob("*.safetensors")).relative_to(root)
+    (root / "SHA256SUMS").write_text(f"{hashlib.sha256((root / file).read_bytes()).hexdigest()}  {file}\n")
+    return root
+
+
+def test_inspect_of_a_checkpoint_lists_every_component(miniature: Path) -> None:
+    result = _run("inspect", str(miniature))
+    assert result.exit_code == Exit.OK, result.output
+    for part in summarise(Checkpoint.open(miniature)).components:
+        cells = (part.component, part.partition, f"{part.tensors:,}", f"{part.nbytes:,}")
+        assert any(all(f" {cell} " in line for cell in cells) for line in result.stdout.splitlines())
+        assert all(f"{name} " in result.stdout for name in part.dtypes)
+
+
+def test_inspect_verifies_the_hashes_of_a_checkpoint(miniature: Path, tmp_path: Path) -> None:
+    result = _run("inspect", str(miniature), "--verify-hashes")
+    assert result.exit_code == Exit.OK, result.output
+    assert "1 files have the SHA-256" in result.stdout
+    copy = shutil.copytree(miniature, tmp_path / "copy")
+    sums = (copy / "SHA256SUMS").read_text()
+    (copy / "SHA256SUMS").write_text("0" * 64 + sums[64:])
+    changed = _run("inspect", str(copy), "--verify-hashes")
+    assert changed.exit_code == Exit.CHECKPOINT
+    assert "sha256" in changed.stderr
+
+
+def test_only_a_checkpoint_has_hashes_to_verify(tmp_path: Path) -> None:
+    file = tmp_path / "clip.mp4"
+    file.touch()
+    _assert_one_line(_run("inspect", str(file), "--verify-hashes"), Exit.USAGE, str(file), "not a checkpoint")
