@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from engines.sessions.dtypes import TORCH
-from engines.sessions.onnxruntime import Session, run_options
+from engines.sessions.onnxruntime import Session
 from engines.sessions.weights import MappedWeights
 from engines.store import EngineRecord, EngineStore, FileRecord, Manifest, Partition, Region, TensorRecord
 
@@ -47,7 +47,6 @@ class EngineSet:
         self._weights: dict[_Key, dict[str, ort.OrtValue]] = {}
         self._sessions: dict[_Key, Session] = {}
         self._lock = threading.Lock()
-        self._running: ort.RunOptions | None = None
 
     @staticmethod
     def open(
@@ -82,7 +81,6 @@ class EngineSet:
         Raises:
             EngineInputError: an unknown graph, partition or instance; a missing or unknown input; a wrong dtype,
                 device or shape.
-            Interrupted: `interrupt` was called while it ran.
         """
         self._check_target(graph, instance, partition)
         _check_inputs(graph, self.manifest.graphs[graph], inputs)
@@ -90,11 +88,7 @@ class EngineSet:
         with self._lock:
             session = self._session(graph, instance, partition)
             weights = {} if self._baked else self._bound(graph, instance, partition)
-            self._running = run_options()
-            try:
-                return session.run(contiguous, weights, self._running)
-            finally:
-                self._running = None
+            return session.run(contiguous, weights)
 
     def warm(self) -> None:
         """Opens every session and maps every weight now, which the first run of each would otherwise do."""
@@ -105,12 +99,6 @@ class EngineSet:
                         self._session(graph, instance, partition)
                         if not self._baked:
                             self._bound(graph, instance, partition)
-
-    def interrupt(self) -> None:
-        """Stops the call that is running, if any, at its next operator; it raises `Interrupted`. For other threads."""
-        running = self._running
-        if running is not None:
-            running.terminate = True
 
     def _files(self, graphs: Iterable[str]) -> Iterator[tuple[_Key, FileRecord]]:
         for name in graphs:

@@ -1,4 +1,4 @@
-"""One ONNX Runtime session on the CPU: inputs and weights by address, outputs as torch tensors, interruptible."""
+"""One ONNX Runtime session on the CPU: inputs and weights by address, outputs as torch tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ from engines.store import Dtype
 
 _NAMES: dict[torch.dtype, Dtype] = {kind: name for name, kind in TORCH.items()}
 
-_TERMINATED = "terminate flag"
-"""Part of ONNX Runtime's message when a run ends because it was told to; the exception has no type of its own."""
-
-
-class Interrupted(RuntimeError):
-    """A run was stopped by `interrupt` before it was done."""
-
 
 class Session:
     """A loaded engine. `files` are those that its external data lie in, by location; they are read at once."""
@@ -37,14 +30,8 @@ class Session:
         self._session = ort.InferenceSession(engine, options, providers=["CPUExecutionProvider"])
         self._outputs = [output.name for output in self._session.get_outputs()]
 
-    def run(
-        self, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, ort.OrtValue], options: ort.RunOptions
-    ) -> dict[str, torch.Tensor]:
-        """Outputs by name, for contiguous CPU tensors; each output owns its memory.
-
-        Raises:
-            Interrupted: `options.terminate` was set before the run was done.
-        """
+    def run(self, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, ort.OrtValue]) -> dict[str, torch.Tensor]:
+        """Outputs by name, for contiguous CPU tensors; each output owns its memory."""
         binding = ort.IOBinding(self._session)
         for name, value in weights.items():
             binding.bind_ortvalue_input(name, value)
@@ -53,17 +40,9 @@ class Session:
             binding.bind_input(name, "cpu", 0, dtype, tuple(tensor.shape), tensor.data_ptr())
         for name in self._outputs:
             binding.bind_output(name)
-        self._execute(binding, options)
+        self._session.run_with_iobinding(binding, _run_options())
         values = binding.get_outputs_as_ortvaluevector()
         return {name: from_dlpack(values.dlpack_at(i)) for i, name in enumerate(self._outputs)}
-
-    def _execute(self, binding: ort.IOBinding, options: ort.RunOptions) -> None:
-        try:
-            self._session.run_with_iobinding(binding, options)
-        except Exception as error:
-            if options.terminate and _TERMINATED in str(error):
-                raise Interrupted("the run was stopped before it was done") from error
-            raise
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -76,7 +55,7 @@ def session_options(threads: int) -> ort.SessionOptions:
     return options
 
 
-def run_options() -> ort.RunOptions:
+def _run_options() -> ort.RunOptions:
     """Options of one run: what the arena grew by goes back to the system afterwards.
 
     Sessions run in turn, each with an arena of its own; without this, each would keep its largest run's memory.

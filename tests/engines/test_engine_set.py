@@ -13,7 +13,6 @@ import torch
 from engines.build import build
 from engines.profile import PARTITIONS
 from engines.sessions.engine_set import EngineInputError, EngineSet
-from engines.sessions.onnxruntime import Interrupted
 from engines.sessions.weights import MappedWeights
 from engines.store import EngineStore, Partition
 from tests.engines import small_checkpoint
@@ -126,33 +125,6 @@ def test_concurrent_callers_take_turns(workshop: Workshop) -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[seed], wanted[seed]) for seed in range(8))
-
-
-def _run_often(engines: EngineSet, hidden: torch.Tensor) -> None:
-    for _ in range(100):
-        engines.run("attend", {"hidden": hidden})
-
-
-def test_interrupt_stops_a_run_and_the_next_one_works(workshop: Workshop) -> None:
-    engines = EngineSet.open(workshop.store)
-    engines.interrupt()  # nothing runs: has no effect
-    hidden = draw(4096)
-    engines.run("attend", {"hidden": hidden})
-    stop = threading.Event()
-
-    def interrupt() -> None:
-        while not stop.wait(0.0005):
-            engines.interrupt()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(Interrupted):
-            _run_often(engines, hidden)
-    finally:
-        stop.set()
-        thread.join()
-    assert engines.run("attend", {"hidden": draw(5)})["mixed"].shape == (5, small_checkpoint.WIDTH)
 
 
 @pytest.mark.parametrize(
