@@ -29,8 +29,6 @@ AUDIO_BITRATE_RANGE = (32_000, 384_000)
 
 THREADS_RANGE = (1, 64)
 
-AAC_FRAME = 1024
-
 _AVC_BT709 = 1
 
 # A whole number of units for a frame and for a sample, so that edit lists and durations are exact.
