@@ -1,19 +1,26 @@
-"""A hardware profile: one TOML file that says which backend builds and runs the engines, and within which limits."""
+"""A hardware profile: one TOML file that says what runs where, in which precision, and within which limits.
+
+The GPU that a profile names is described once, in `engines/devices`, for all profiles of that GPU.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from engines import machine
 
 PROFILES = Path(__file__).parent / "profiles"
 """Directory of the profiles that are shipped."""
+
+DEVICES = Path(__file__).parent / "devices"
+"""Directory of the descriptions of GPUs."""
 
 _MEMORY = re.compile(r"(?P<number>\d+(\.\d+)?) *(?P<unit>%|MiB|GiB)")
 _MEMORY_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
@@ -23,21 +30,115 @@ MOST_THREADS = 1024
 Partition = Literal["fl2va", "ref2va"]
 PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
+Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+
+Arithmetic = Literal["float32", "bfloat16", "fp8", "nvfp4"]
+"""How a component's matrix products are computed; fp8 and nvfp4 quantise the linears and leave the rest bfloat16."""
+
+Place = Literal["resident", "swapped", "streamed"]
+"""Where a component's weights live: on the GPU from start to end; there while its stage runs; in host memory, passing
+through two slots on the GPU one instance at a time."""
+
+AXES = ("rows", "text_rows", "video_rows", "audio_rows", "audio_latents")
+"""Named axes of the graphs whose sizes a profile may limit."""
+
 
 class ProfileError(ValueError):
     """A profile that cannot be used; says file, key, value and rule."""
 
 
-class Profile(BaseModel):
-    """The typed content of a profile file; `name` is what `load` finds it by: a shipped name, else the file's path."""
-
+class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+
+_T = TypeVar("_T", bound=_Table)
+
+
+class Device(_Table):
+    """One kind of GPU: its memory, what its arithmetic and its links are rated at (dense, per second), and its class.
+
+    `source` says where the figures come from. Rates are in units of 10^12 operations or 10^9 bytes; links are those of
+    one GPU in one direction; `peer` is 0 where GPUs exchange over the host. `nvfp4` is 0 where there is no such unit.
+    """
+
     name: str
-    backend: Literal["onnxruntime"]
-    compute: Literal["float32"]
+    title: str
+    capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    memory_mib: Annotated[int, Field(gt=0)]
+    bfloat16_tflops: Annotated[float, Field(gt=0)]
+    fp8_tflops: Annotated[float, Field(gt=0)]
+    nvfp4_tflops: Annotated[float, Field(ge=0)]
+    memory_gbps: Annotated[float, Field(gt=0)]
+    peer_gbps: Annotated[float, Field(ge=0)]
+    host_gbps: Annotated[float, Field(gt=0)]
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of device memory."""
+        return self.memory_mib << 20
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """(major, minor)."""
+        major, minor = self.capability.split(".")
+        return int(major), int(minor)
+
+
+class Precision(_Table):
+    """Arithmetic of each component. The audio decoder, and what else the model pins, is float32 in all of them."""
+
+    text_encoder: Literal["float32", "bfloat16", "fp8"]
+    denoiser: Arithmetic
+    video_decoder: Literal["float32", "bfloat16"]
+
+
+class Attention(_Table):
+    """Attention of the transformer's blocks and of the refiner's."""
+
+    blocks: Literal["dense"]
+    refiner: Literal["dense"]
+
+
+class Ranks(_Table):
+    """How many GPUs share each stage: the packed rows (Ulysses), the text encoder's tensors, the video tiles."""
+
+    ulysses: Annotated[int, Field(ge=1)]
+    text_encoder: Annotated[int, Field(ge=1)]
+    video_tiles: Annotated[int, Field(ge=1)]
+
+
+class Residency(_Table):
+    """Where weights live. `denoiser` may be the number of blocks of each partition that stay on the GPU, the others
+    being streamed."""
+
+    text_encoder: Place
+    modulation: Place
+    denoiser: Literal["resident", "swapped"] | Annotated[int, Field(ge=0)]
+    video_decoder: Place
+    audio_decoder: Place
+
+
+class Profile(_Table):
+    """The typed content of a profile file; `name` is what `load` finds it by: a shipped name, else the file's path.
+
+    `shapes[axis]` lists the upper ends of the ranges of sizes that engines are optimised for, ascending; the last is
+    the largest legal size. `row_chunk` is the most rows that go through the row-local parts of a block at once, 0 for
+    all of them. A CPU has no device, ranks, residency or shapes.
+    """
+
+    name: str
+    backend: Backend
+    device: Device | None = None
+    gpus: Annotated[int, Field(ge=0)] = 0
     weights: Literal["bound", "baked"]
     partitions: Annotated[tuple[Partition, ...], Field(min_length=1, strict=False)]
+    precision: Precision
+    attention: Attention
+    ranks: Ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
+    residency: Residency | None = None
+    row_chunk: Annotated[int, Field(ge=0)] = 0
+    shapes: dict[Literal[AXES], Annotated[tuple[int, ...], Field(min_length=1, strict=False)]] = {}  # type: ignore[valid-type]
     threads: int | Literal["auto"]
     memory: str
 
@@ -65,6 +166,20 @@ class Profile(BaseModel):
             raise ValueError('must be a share such as "80%" (above 0%, at most 100%) or an amount such as "12 GiB"')
         return value
 
+    @field_validator("shapes")
+    @classmethod
+    def _ascending(cls, value: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        for axis, ends in value.items():
+            if list(ends) != sorted(set(ends)) or ends[0] < 1:
+                raise ValueError(f"{axis} = {list(ends)}: must be whole numbers from 1, each above the one before")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_its_backend(self) -> Profile:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
     @staticmethod
     def load(profile: str | Path) -> Profile:
         """Reads a shipped profile by name, or a file by path (a name with the suffix `.toml`).
@@ -73,26 +188,52 @@ class Profile(BaseModel):
             ProfileError: no such profile, not TOML, a missing or unknown key, an illegal value.
         """
         path = _find(profile)
-        try:
-            name = path.stem if path.parent == PROFILES else str(path.absolute())
-            return Profile(name=name, **_without_name(path, tomllib.loads(path.read_text())))
-        except tomllib.TOMLDecodeError as error:
-            raise ProfileError(f"{path}: not a TOML file: {error}") from error
-        except ValidationError as error:
-            raise ProfileError("\n".join(_explain(path, e) for e in error.errors())) from error
+        name = path.stem if path.parent == PROFILES else str(path.absolute())
+        table = _read(path)
+        if "device" in table:
+            table["device"] = _device(path, table["device"])
+        return _parse(Profile, path, name, table)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether engines are TensorRT plans for a GPU."""
+        return self.backend != "onnxruntime"
 
     def thread_count(self) -> int:
         """Threads of one session on this machine."""
         return machine.available_processors() if self.threads == "auto" else self.threads
 
     def memory_budget(self, machine_bytes: int) -> int:
-        """Bytes that a request may use on a machine with that much memory."""
+        """Bytes of host memory that a request may use on a machine with that much."""
         match = _MEMORY.fullmatch(self.memory)
         if match is None:
             raise ProfileError(f"memory = {self.memory!r}: neither a share nor an amount")
         number, unit = float(match["number"]), match["unit"]
         wanted = machine_bytes * number / 100 if unit == "%" else number * _MEMORY_UNITS[unit]
         return min(machine_bytes, int(wanted))
+
+    def _problems(self) -> list[str]:
+        """What each key has against the others, as "key = value: rule"."""
+        found = self._gpu_problems() if self.on_gpu else self._cpu_problems()
+        for stage, ranks in self.ranks:
+            if ranks > max(1, self.gpus):
+                found.append(f"ranks.{stage} = {ranks}: must be at most gpus = {self.gpus}")
+        return found
+
+    def _cpu_problems(self) -> list[str]:
+        given = [key for key in ("device", "residency", "shapes", "gpus") if getattr(self, key)]
+        found = [f"{given[0]}: must not be given with backend = 'onnxruntime', which runs on the CPU"] if given else []
+        wide = [f"precision.{k} = {v!r}" for k, v in self.precision if v != "float32"]
+        return found + [f"{key}: must be 'float32' with backend = 'onnxruntime'" for key in wide]
+
+    def _gpu_problems(self) -> list[str]:
+        missing = [key for key in ("device", "residency", "gpus", "shapes") if not getattr(self, key)]
+        found = [f"{key}: is missing; backend = {self.backend!r} needs it" for key in missing]
+        found += [f"shapes.{axis}: is missing" for axis in AXES if self.shapes and axis not in self.shapes]
+        if self.device is not None and self.precision.denoiser == "nvfp4" and not self.device.nvfp4_tflops:
+            rule = f"{self.device.title} has no such units; must be fp8 or bfloat16"
+            found.append(f"precision.denoiser = 'nvfp4': {rule}")
+        return found
 
 
 def _find(profile: str | Path) -> Path:
@@ -105,20 +246,48 @@ def _find(profile: str | Path) -> Path:
     return path
 
 
-def _without_name(path: Path, table: dict[str, Any]) -> dict[str, Any]:
+def _device(path: Path, name: object) -> Device:
+    known = sorted(p.stem for p in DEVICES.glob("*.toml"))
+    if name not in known:
+        raise ProfileError(f"{path}: device = {name!r}: must be one of {', '.join(known)} (files of {DEVICES})")
+    file = DEVICES / f"{name}.toml"
+    return _parse(Device, file, str(name), _read(file))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path}: not a TOML file: {error}") from error
     if "name" in table:
-        raise ProfileError(f"{path}: name = {table['name']!r}: must not be given; a profile is named by its file")
+        raise ProfileError(f"{path}: name = {table['name']!r}: must not be given; it is named by its file")
     return table
 
 
-def _explain(path: Path, error: Any) -> str:
+def _parse(kind: type[_T], path: Path, name: str, table: dict[str, Any]) -> _T:
+    try:
+        return kind.model_validate({"name": name, **table})
+    except ValidationError as error:
+        raise ProfileError("\n".join(_explain(kind, path, e) for e in error.errors())) from error
+
+
+def _explain(kind: type[_Table], path: Path, error: Any) -> str:
     """One line for one of pydantic's errors: file, key, value, rule."""
     key = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "missing":
         return f"{path}: {key}: is missing"
     if error["type"] == "extra_forbidden":
-        known = [k for k in Profile.model_fields if k != "name"]
-        close = get_close_matches(key, known, n=1)
+        known = _keys(kind, error["loc"][:-1])
+        close = get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
         return f"{path}: {key} = {error['input']!r}: unknown key; {hint}"
-    return f"{path}: {key} = {error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{path}: {key} = {error['input']!r}: {message}" if key else f"{path}: {message}"
+
+
+def _keys(kind: type[_Table], place: tuple[Any, ...]) -> list[str]:
+    """The keys that a table may have; `place` is where in the file it is."""
+    for part in place:
+        annotation = kind.model_fields[part].annotation
+        kind = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, _Table))
+    return [key for key in kind.model_fields if key != "name"]

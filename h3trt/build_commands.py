@@ -99,10 +99,11 @@ def export(
     from export.checkpoint import Checkpoint
     from export.compare import compare
     from export.emit import emit
+    from export.graphs.t2va import Compute as Dtypes
     from export.graphs.t2va import check_consumption, t2va_graphs
 
     opened = Checkpoint.open(checkpoint)
-    graphs = t2va_graphs(opened, partition.value, getattr(torch, compute.value))
+    graphs = t2va_graphs(opened, partition.value, Dtypes.uniform(getattr(torch, compute.value)))
     check_consumption(opened, graphs, partition.value)
     out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -214,7 +215,8 @@ def _inspect_store(path: Path) -> None:
     from engines.store import EngineStore
 
     manifest = EngineStore.open(path).manifest
-    console.line(f"profile {manifest.profile.name}: {manifest.profile.backend}, {manifest.profile.compute}")
+    precision = ", ".join(f"{component} {arithmetic}" for component, arithmetic in manifest.profile.precision)
+    console.line(f"profile {manifest.profile.name}: {manifest.profile.backend}, {precision}")
     console.line(f"checkpoint {manifest.checkpoint.root} ({manifest.checkpoint.layout})")
     rows = [
         (name, str(engine.instances), str(len(engine.weights)), f"{engine.difference:.1e}", f"{engine.tolerance:.1e}")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from engines.graphs import profile_graphs
 from engines.sessions.engine_set import EngineSet
 from engines.store import Partition
 from export.binding import bind
 from export.checkpoint import Checkpoint, materialise
 from export.compare import draw
 from export.graphs.graph import Graph
-from export.graphs.t2va import t2va_graphs
 from export.trace import BoundModule, instance_sizes
 from h3trt.reference import Reference, ReferencePipeline
 from runtime.decode import decode_video
@@ -113,9 +113,9 @@ def _all_checks(pipeline: Pipeline, engines: EngineSet, checkpoint: Checkpoint, 
 
 def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]:
     """Each engine as it was built, its first and last instance, at the graph's trial sizes, against eager torch."""
-    compute = getattr(torch, engines.manifest.profile.compute)
-    for partition in engines.manifest.profile.partitions:
-        for graph in t2va_graphs(checkpoint, partition, compute):
+    profile = engines.manifest.profile
+    for partition in profile.partitions:
+        for graph in profile_graphs(checkpoint, profile, partition):
             for instance in sorted({0, len(graph.weights) - 1}):
                 worst = _worst(*_engine_differences(engines, graph, instance, partition))
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)

@@ -75,7 +75,8 @@ def render(store: Path, directory: Path, settings: RepositorySettings) -> tuple[
 def _stage_tensors(manifest: Manifest) -> tuple[Tensor, Tensor, Tensor]:
     """Text embedding [rows, features], video latents [1, channels, T, h, w] and audio latents [2, channels, A]."""
     dimensions = manifest.dimensions
-    compute = {"float32": DataType.FP32, "bfloat16": DataType.BF16}[manifest.profile.compute]
+    hidden = manifest.graphs["text_encoder.layer"].outputs[0].dtype
+    compute = {"float32": DataType.FP32, "bfloat16": DataType.BF16}[hidden]
     return (
         Tensor("TEXT", compute, (DYNAMIC, dimensions.text_encoder.hidden)),
         Tensor("VIDEO", DataType.FP32, (1, dimensions.video_vae.latent_channels, DYNAMIC, DYNAMIC, DYNAMIC)),

@@ -24,14 +24,34 @@ from export.graphs import (
 from export.graphs.graph import Graph
 from plugins.dimensions import Dimensions
 
+_DENOISER = (context, modulation, prologue, block, epilogue)
+
 SHOWN = 20
 """Problems that an error lists; it counts the rest."""
 
 
-def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
+@dataclass(frozen=True)
+class Compute:
+    """Dtypes of the components' matrix products; the audio decoder is float32 always."""
+
+    text_encoder: torch.dtype
+    denoiser: torch.dtype
+    video_decoder: torch.dtype
+
+    @staticmethod
+    def uniform(dtype: torch.dtype) -> Compute:
+        """The same dtype everywhere."""
+        return Compute(dtype, dtype, dtype)
+
+
+def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: Compute) -> tuple[Graph, ...]:
     """All graphs that serve T2VA from one partition, in the order in which a request meets them."""
-    modules = (text_encoder, context, modulation, prologue, block, epilogue, video_decoder_tile, audio_decoder)
-    return tuple(graph for module in modules for graph in module.graphs(checkpoint, partition, compute))
+    return (
+        *text_encoder.graphs(checkpoint, partition, compute.text_encoder),
+        *(g for m in _DENOISER for g in m.graphs(checkpoint, partition, compute.denoiser)),
+        *video_decoder_tile.graphs(checkpoint, partition, compute.video_decoder),
+        *audio_decoder.graphs(checkpoint, partition, torch.float32),
+    )
 
 
 def unused(dimensions: Dimensions) -> dict[Component, re.Pattern[str]]:

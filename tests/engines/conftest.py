@@ -15,7 +15,7 @@ from tests.engines.workshop import Workshop, write_profile
 def use_small_graphs(patch: pytest.MonkeyPatch) -> None:
     """Makes the build see the small checkpoint and its graphs."""
     patch.setattr(building, "Checkpoint", small_checkpoint.SmallCheckpoint)
-    patch.setattr(building, "t2va_graphs", small_checkpoint.graphs)
+    patch.setattr(building, "profile_graphs", small_checkpoint.graphs)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.profile import Profile
 from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.hashes import read_sums, verify_sums
 from export.graphs.graph import Axis, Graph, TensorSpec
@@ -147,7 +148,7 @@ def read(file: Path) -> dict[str, Stored]:
     return found
 
 
-def graphs(checkpoint: SmallCheckpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
+def graphs(checkpoint: SmallCheckpoint, profile: Profile, partition: str) -> tuple[Graph, ...]:
     """The two graphs, with two instances each."""
     stored = checkpoint.stored("denoiser", partition)
     blocks: tuple[Mapping[str, Weight], ...] = tuple(
@@ -159,7 +160,7 @@ def graphs(checkpoint: SmallCheckpoint, partition: str, compute: torch.dtype) ->
         (TensorSpec("hidden", torch.float32, (ROWS, WIDTH)),),
         (TensorSpec("mixed", torch.float32, (ROWS, WIDTH)),),
         blocks,
-        compute,
+        torch.float32,
         trials=({"rows": 5}, {"rows": 33}),
     )
     table = Graph(
@@ -171,7 +172,7 @@ def graphs(checkpoint: SmallCheckpoint, partition: str, compute: torch.dtype) ->
         ),
         (TensorSpec("features", torch.float32, (STEPS, FEATURES)),),
         tuple({"weight": stored[f"tables.{i}.weight"]} for i in range(2)),
-        compute,
+        torch.float32,
         trials=({"steps": 4}, {"steps": 6}),
         weight_axes={"weight": (FEATURES, WIDTH)},
     )

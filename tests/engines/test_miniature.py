@@ -9,10 +9,11 @@ import torch
 
 from engines import build as building
 from engines.build import build
-from engines.profile import PARTITIONS, Partition
+from engines.profile import PARTITIONS, Partition, Profile
 from engines.sessions.engine_set import EngineSet
 from export.checkpoint import Checkpoint
 from export.graphs import block
+from export.graphs.graph import Graph
 from export.miniature import write_miniature
 from tests.engines.workshop import write_profile
 
@@ -26,9 +27,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], E
     for layout in ("native", "diffusers"):
         write_miniature(root / layout, layout, seed=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "t2va_graphs", block.graphs)
+        patch.setattr(building, "profile_graphs", _block_alone)
         patch.setattr(building, "check_consumption", lambda checkpoint, graphs, partition: None)
         return {(layout, weights): _build(root, layout, weights) for layout, weights in STORES}
+
+
+def _block_alone(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
+    return block.graphs(checkpoint, partition, torch.float32)
 
 
 def _build(root: Path, layout: str, weights: str) -> EngineSet:

@@ -36,7 +36,7 @@ def test_a_profile_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
         ('"80%"', '"0 GiB"', "memory = '0 GiB': must be a share"),
         ('"80%"', "0.8", "memory = 0.8: must be a share"),
         ('"bound"', '"glued"', "weights = 'glued': Input should be 'bound' or 'baked'"),
-        ('"float32"', '"bfloat16"', "compute = 'bfloat16': Input should be 'float32'"),
+        ('"float32"', '"bfloat16"', "precision.text_encoder = 'bfloat16': must be 'float32' with backend"),
         ('"onnxruntime"', '"abacus"', "backend = 'abacus': Input should be 'onnxruntime'"),
         ('["fl2va"]', '["ref2va"]', "partitions = ['ref2va']: must name fl2va, which text to video"),
         ('["fl2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),

@@ -11,7 +11,7 @@ import torch
 
 from export.checkpoint import Checkpoint, Stored
 from export.graphs.graph import Graph
-from export.graphs.t2va import ConsumptionError, check_consumption, t2va_graphs
+from export.graphs.t2va import Compute, ConsumptionError, check_consumption, t2va_graphs
 from export.miniature import write_miniature
 
 Change = Callable[[dict[str, Stored]], None]
@@ -26,7 +26,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def graphs(checkpoint: Checkpoint) -> tuple[Graph, ...]:
-    return t2va_graphs(checkpoint, "fl2va", torch.float32)
+    return t2va_graphs(checkpoint, "fl2va", Compute.uniform(torch.float32))
 
 
 def changed(graphs: tuple[Graph, ...], name: str, change: Change) -> tuple[Graph, ...]:
@@ -50,7 +50,7 @@ def problems(checkpoint: Checkpoint, graphs: tuple[Graph, ...]) -> list[str]:
 
 def test_t2va_uses_every_tensor_of_both_partitions_once(checkpoint: Checkpoint) -> None:
     for partition in ("fl2va", "ref2va"):
-        check_consumption(checkpoint, t2va_graphs(checkpoint, partition, torch.float32), partition)
+        check_consumption(checkpoint, t2va_graphs(checkpoint, partition, Compute.uniform(torch.float32)), partition)
 
 
 def test_unused_tensor_is_named(checkpoint: Checkpoint, graphs: tuple[Graph, ...]) -> None:
@@ -92,7 +92,7 @@ def test_missing_tensor_is_named(checkpoint: Checkpoint, graphs: tuple[Graph, ..
 
 
 def test_weights_of_the_other_partition_are_not_this_ones(checkpoint: Checkpoint) -> None:
-    other = t2va_graphs(checkpoint, "ref2va", torch.float32)
+    other = t2va_graphs(checkpoint, "ref2va", Compute.uniform(torch.float32))
     assert any("found no such tensor" in problem for problem in problems(checkpoint, other))
 
 

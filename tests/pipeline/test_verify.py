@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from engines.graphs import profile_graphs
+from engines.profile import Partition, Profile
 from engines.sessions.engine_set import EngineSet
 from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph
-from export.graphs.t2va import t2va_graphs
 from h3trt import verify as verification
 from h3trt.verify import Check, engine_checks, psnr, verify
 
@@ -44,11 +45,11 @@ def test_a_whole_schedule_agrees_with_diffusers(store: Path) -> None:
 def test_weights_of_another_transformer_are_seen(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference reads partition ref2va while the engines are bound to fl2va: every denoiser engine must differ."""
 
-    def other_partition(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
-        graphs = t2va_graphs(checkpoint, "ref2va", compute)
+    def other_partition(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
+        graphs = profile_graphs(checkpoint, profile, "ref2va")
         return tuple(graph for graph in graphs if graph.name in ("context", "prologue", "block", "epilogue"))
 
-    monkeypatch.setattr(verification, "t2va_graphs", other_partition)
+    monkeypatch.setattr(verification, "profile_graphs", other_partition)
     engines = EngineSet.open(store)
     checks = list(engine_checks(engines, Checkpoint.open(engines.manifest.checkpoint.root)))
     assert {check.name.split()[1] for check in checks if not check.passed} == {
@@ -63,8 +64,8 @@ def test_weights_of_another_transformer_are_seen(store: Path, monkeypatch: pytes
 def test_an_engine_that_is_not_finite_at_its_last_trial_only_is_seen(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def only_epilogue(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
-        return tuple(graph for graph in t2va_graphs(checkpoint, partition, compute) if graph.name == "epilogue")
+    def only_epilogue(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
+        return tuple(graph for graph in profile_graphs(checkpoint, profile, partition) if graph.name == "epilogue")
 
     engines = EngineSet.open(store)
     run, last = engines.run, max(trial["rows"] for trial in _epilogue_trials(engines))
@@ -73,7 +74,7 @@ def test_an_engine_that_is_not_finite_at_its_last_trial_only_is_seen(
         outputs = run(graph, inputs, **options)
         return {k: v * math.nan if len(inputs["hidden"]) == last else v for k, v in outputs.items()}
 
-    monkeypatch.setattr(verification, "t2va_graphs", only_epilogue)
+    monkeypatch.setattr(verification, "profile_graphs", only_epilogue)
     monkeypatch.setattr(engines, "run", broken)
     (check,) = engine_checks(engines, Checkpoint.open(engines.manifest.checkpoint.root))
     assert not check.passed
@@ -81,7 +82,7 @@ def test_an_engine_that_is_not_finite_at_its_last_trial_only_is_seen(
 
 def _epilogue_trials(engines: EngineSet) -> tuple[Mapping[str, int], ...]:
     checkpoint = Checkpoint.open(engines.manifest.checkpoint.root)
-    return next(g.trials for g in t2va_graphs(checkpoint, "fl2va", torch.float32) if g.name == "epilogue")
+    return next(g.trials for g in profile_graphs(checkpoint, engines.manifest.profile, "fl2va") if g.name == "epilogue")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.profile import Profile
+from engines.profile import Attention, Precision, Profile
 from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
 from runtime.admission import Load, MemoryModel, canvases_like
 from runtime.request import RequestError, Resolved, resolve
@@ -81,7 +81,8 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
     profile = Profile(
         name="p",
         backend="onnxruntime",
-        compute="float32",
+        precision=Precision(text_encoder="float32", denoiser="float32", video_decoder="float32"),
+        attention=Attention(blocks="dense", refiner="dense"),
         weights="bound",
         partitions=("fl2va",),
         threads=1,
