@@ -26,9 +26,18 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 
-Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
+Dtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32", "uint8", "bool"]
 
-ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+ITEM_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
 
 _HEADER_LIMIT = 100 << 20
 """Largest header that the safetensors format allows, in bytes."""
