@@ -19,7 +19,7 @@ from engines.graph_steps import GraphSteps
 from engines.graphs import profile_graphs
 from engines.profile import Partition, Profile
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport
-from engines.store import LOCK, MANIFEST, SCHEMA_VERSION, EngineStore, Manifest, rebuild_command
+from engines.store import LOCK, MANIFEST, SCHEMA_VERSION, WEIGHTS, EngineStore, Manifest, rebuild_command
 from engines.weight_table import WeightTable
 from export.binding import bind
 from export.checkpoint import Checkpoint
@@ -84,7 +84,7 @@ class _Plan:
         self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
-        self._declared = {p: profile_graphs(checkpoint, profile, p) for p in profile.partitions}
+        self._declared = {p: profile_graphs(checkpoint, profile, p, root / WEIGHTS) for p in profile.partitions}
         self._graphs = {p: [GraphSteps(g, bind(g), root) for g in graphs] for p, graphs in self._declared.items()}
         self._weights = WeightTable(graph.binding for graphs in self._graphs.values() for graph in graphs)
 

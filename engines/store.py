@@ -26,6 +26,9 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 
+WEIGHTS = "weights"
+"""Directory of a store that its files of quantised weights are in."""
+
 Dtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32", "uint8", "bool"]
 
 ITEM_BYTES: dict[str, int] = {

@@ -1,4 +1,4 @@
-"""The schemes of quantisation: a linear layer's module, its stored tensors, and how a weight becomes them row by row."""
+"""The schemes of quantisation: a linear layer's module, its stored tensors, and how a weight becomes them by rows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Scheme(ABC):
 class _Fp8(Scheme):
     name = "fp8"
     linear = Fp8Linear
-    suffixes = {"weight": "fp8", "weight_scale": "scale"}
+    suffixes: ClassVar[Mapping[str, str]] = {"weight": "fp8", "weight_scale": "scale"}
     largest_flip = 32 / fp8_linear.E4M3_MAX  # the values below 448 are 32 apart
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, Declared]:
@@ -92,7 +92,11 @@ class _Fp8(Scheme):
 class _Nvfp4(Scheme):
     name = "nvfp4"
     linear = Nvfp4Linear
-    suffixes = {"weight_packed": "nvfp4", "weight_block_scale": "block_scale", "weight_scale": "scale"}
+    suffixes: ClassVar[Mapping[str, str]] = {
+        "weight_packed": "nvfp4",
+        "weight_block_scale": "block_scale",
+        "weight_scale": "scale",
+    }
     largest_flip = 2 / nvfp4_linear.E2M1_MAX  # from 4 to 6
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, Declared]:

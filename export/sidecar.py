@@ -26,8 +26,8 @@ from export.graphs.graph import Graph
 from export.linears import quantised_linears
 from export.schemes import SCHEMES, Scheme, SchemeError, SchemeName
 
-SLAB_VALUES = 1 << 22
-"""Values that are quantised at a time: 16 MiB in float32, of which a handful are held."""
+SLAB_VALUES = 1 << 20
+"""Values that are quantised at a time: 4 MiB in float32, of which a handful are held; larger slabs are slower."""
 
 Progress = Callable[[str, int, int], None]
 """Is told the name of the weight that is done, the bytes that have been written, and those of the whole file."""
@@ -62,7 +62,7 @@ class Sidecar:
     def write(self, progress: Progress = lambda name, written, size: None) -> None:
         """Quantises every weight into the file, which appears when it is complete.
 
-        Memory stays below a few hundred megabytes however large the tensors are, except for weights that are computed
+        Memory stays below a hundred megabytes however large the tensors are, except for weights that are computed
         from several: of those each is held whole. What an interrupted write has left behind is removed; one process at
         a time may write a file (a build holds its store's lock).
 
@@ -258,7 +258,7 @@ def _check_finite(weight: Weight, parts: Mapping[str, torch.Tensor]) -> None:
 
 
 def _bytes(value: torch.Tensor) -> memoryview:
-    return memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _sync_directory(directory: Path) -> None:

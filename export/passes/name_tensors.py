@@ -10,7 +10,6 @@ import torch
 
 from export.graphs.graph import Axis
 
-
 _ONNX_NAMES: dict[torch.dtype, str] = {
     torch.float32: "FLOAT",
     torch.float16: "FLOAT16",

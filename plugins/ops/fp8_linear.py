@@ -32,7 +32,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor)
     """`x @ (weight * weight_scale)^T` of rows rounded to E4M3.
 
     x [.., K]; weight [N, K] float8_e4m3fn; weight_scale [N] float32; returns [.., N] in x's dtype. Products of E4M3
-    values are exact in float32, where they are summed; both scales are applied to the sums, which are then rounded once.
+    values are exact in float32, where they are summed; both scales are applied to the sums, which are rounded once.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     values, scale = quantise_rows(x.to(wide))

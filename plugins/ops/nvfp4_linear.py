@@ -46,14 +46,17 @@ def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """The nearest E2M1 value, ties to an even code; what lies above 6 becomes 6."""
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
     magnitude = x.abs()
-    step = 0.5 + 0.5 * (magnitude >= 2).to(x.dtype) + (magnitude >= 4).to(x.dtype)
-    return torch.round(x / step) * step
+    coarse = torch.where(magnitude < 4, torch.round(x), torch.round(x / 2) * 2)
+    return torch.where(magnitude < 2, torch.round(x * 2) / 2, coarse)
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
     """E2M1 values [.., K], K even, as codes of 4 bits: uint8 [.., K / 2], the first value of two in the low bits."""
-    codes = torch.bucketize(values.abs(), torch.tensor(E2M1, dtype=values.dtype, device=values.device))
-    first, second = (codes + 8 * torch.signbit(values)).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    magnitude = values.abs()
+    # One line for each of the distances 0.5, 1 and 2 between neighbours; the lowest is the code.
+    codes = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), magnitude / 2 + 4).to(torch.uint8)
+    codes |= torch.signbit(values).to(torch.uint8) << 3
+    first, second = codes.unflatten(-1, (-1, 2)).unbind(-1)
     return first | second << 4
 
 
