@@ -40,7 +40,7 @@ def test_without_a_manifest(workshop: Workshop) -> None:
     (workshop.store / "manifest.json").unlink()
     with pytest.raises(StoreError, match=r"manifest.json: cannot be read: No such file") as refused:
         EngineStore.open(workshop.store)
-    command = f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {workshop.store}"
+    command = f"h3trt engines build --profile PROFILE --checkpoint CHECKPOINT --store {workshop.store}"
     assert str(refused.value).endswith(f"with the profile and the checkpoint's directory put in: {command}")
 
 
@@ -128,7 +128,7 @@ def test_another_version_of_the_backend(workshop: Workshop) -> None:
 
 def test_the_command_quotes_what_a_shell_would_split() -> None:
     command = rebuild_command(Path("/data/my store"), "cpu", "/data/my model")
-    assert command == "h3trt engines --profile cpu --checkpoint '/data/my model' --store '/data/my store'"
+    assert command == "h3trt engines build --profile cpu --checkpoint '/data/my model' --store '/data/my store'"
 
 
 def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
