@@ -22,7 +22,6 @@ from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.profile import Partition, Profile
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
 from engines.store import (
-    BEGUN,
     LOCK,
     MANIFEST,
     SCHEMA_VERSION,
@@ -31,7 +30,6 @@ from engines.store import (
     EngineStore,
     Manifest,
     rebuild_command,
-    write_atomically,
 )
 from engines.tensorrt_steps import TensorRTSteps
 from engines.weight_table import WeightTable
@@ -94,7 +92,7 @@ def build(
     steps = _Plan(opened, loaded, root, reproduce, ledger.work).steps()
     _check_known(only, steps)
     with _locked(root, progress):
-        write_atomically(root / BEGUN, begun.model_dump_json(indent=1).encode())
+        begun.write(root)
         report = BuildReport(root, tuple(ledger.run(steps, only)))
         if only is None and not report.deferred:
             ledger.prune(steps, PRODUCTS)

@@ -183,6 +183,12 @@ class Begun(_Record):
         except (OSError, ValidationError) as error:
             raise StoreError(f"{store}: no build was begun here that could be resumed; leave out --resume") from error
 
+    def write(self, store: Path) -> None:
+        """Notes it in the store, unless the same stands there."""
+        path, content = store / BEGUN, self.model_dump_json(indent=1).encode()
+        if not path.is_file() or path.read_bytes() != content:
+            write_atomically(path, content)
+
 
 class Manifest(_Record):
     """Everything that running the engines needs to know, and everything that made them.
@@ -265,7 +271,7 @@ class EngineStore:
         try:
             installed = backend_version(package)
         except BackendMissing as missing:
-            raise StoreError(f"{self.root}: its engines run on {package} {built}; {missing}") from None
+            raise StoreError(f"{self.root}: its engines run on {package} {built}, but {missing}") from None
         if installed != built:
             raise self._error(f"{self.root}: built for {package} {built}, but {package} {installed} is installed")
 

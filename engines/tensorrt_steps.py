@@ -15,7 +15,10 @@ from typing import Any
 from engines import machine
 from engines.backend import BackendMissing, backend_version
 from engines.backends import tensorrt as backend
-from engines.backends.tensorrt import Constant, PlanRequest, PlanResult, build_plan, expected, optimisation_profiles
+from engines.backends.tensorrt.expectation import expected
+from engines.backends.tensorrt.process import build_plan
+from engines.backends.tensorrt.request import Constant, PlanRequest, PlanResult
+from engines.backends.tensorrt.shapes import optimisation_profiles
 from engines.declaration import axes, describe_backend
 from engines.graph_steps import GraphSteps, Records, model_bytes, single_file
 from engines.profile import Partition, Profile
@@ -110,28 +113,28 @@ class TensorRTSteps(GraphSteps):
         return self._product(result, plan, baked)
 
     def _request(self, records: Records, work: Path, baked: tuple[Partition, int] | None) -> PlanRequest:
-        model = self._model(records, "emit")
-        file, constants = self._model_file(records, "emit"), {}
-        if baked is not None:
-            file, constants = self._baked_model(records, work, baked[1])
+        assert self._profile.backend != "onnxruntime"  # the profile of these steps is on GPUs
+        constants = {} if baked is None else self._constants(baked[1])
         return PlanRequest(
             graph=self.graph.name,
             flavour=self._profile.backend,
-            model=file,
+            model=self._model_file(records, "emit") if baked is None else self._bake_model(records, work, baked[1]),
             capabilities=self._capabilities,
             profiles=self._ranges,
             constants=constants,
             workspace_bytes=self._workspace,
             timing_cache=self._store / RECORDS / "timing.cache",
-            expected=expected(model),
+            expected=expected(self._model(records, "emit")),
         )
 
-    def _baked_model(self, records: Records, work: Path, instance: int) -> tuple[Path, dict[str, Constant]]:
-        model = bake(self._emitted(records, "emit"), instance)
+    def _bake_model(self, records: Records, work: Path, instance: int) -> Path:
         file = work / "baked.onnx"
-        file.write_bytes(model_bytes(model))
+        file.write_bytes(model_bytes(bake(self._emitted(records, "emit"), instance)))
+        return file
+
+    def _constants(self, instance: int) -> dict[str, Constant]:
         bound = self.binding.instances[instance]
-        return file, {n: Constant(file=s.file, offset=s.offset, nbytes=s.nbytes) for n, s in bound.items()}
+        return {name: Constant(file=s.file, offset=s.offset, nbytes=s.nbytes) for name, s in bound.items()}
 
     def _product(self, result: PlanResult, plan: Path, baked: tuple[Partition, int] | None) -> Product:
         layers = json.dumps([layer.model_dump(mode="json") for layer in result.layers], indent=1).encode()
