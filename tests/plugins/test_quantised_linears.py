@@ -47,7 +47,7 @@ def fp8_arguments(x: torch.Tensor, weight: torch.Tensor) -> Arguments:
 
 
 def nvfp4_arguments(x: torch.Tensor, weight: torch.Tensor) -> Arguments:
-    scale = nvfp4_linear.upper_scale(weight.abs().amax())
+    scale = nvfp4_linear.upper_scale(weight.abs().amax().reshape(1))
     values, block_scale = nvfp4_linear.quantise_blocks(weight, scale)
     return x, nvfp4_linear.pack(values.flatten(-2)), block_scale, scale
 
