@@ -168,7 +168,9 @@ def test_memory_is_bounded_whatever_the_tensor(tmp_path: Path, scheme: str, most
     file = tmp_path / "large.safetensors"
     write_sparse(file, {"w": Declared((14336, 5376), torch.bfloat16)}, {})
     large = read_header(file).tensors["w"]
-    plan(tmp_path, stored(tmp_path, {"w": drawn(4000, 512)})["w"], scheme=scheme).write()  # what libraries allocate once
+    plan(
+        tmp_path, stored(tmp_path, {"w": drawn(4000, 512)})["w"], scheme=scheme
+    ).write()  # what libraries allocate once
     sidecar = plan(tmp_path, large, scheme=scheme)
     before = _reset_peak()
     sidecar.write()
