@@ -25,6 +25,7 @@ from engines.store import (
     LOCK,
     MANIFEST,
     SCHEMA_VERSION,
+    WEIGHTS,
     Begun,
     EngineStore,
     Manifest,
@@ -109,7 +110,7 @@ class _Plan:
         self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
-        self._declared = {p: profile_graphs(checkpoint, profile, p) for p in profile.partitions}
+        self._declared = {p: profile_graphs(checkpoint, profile, p, root / WEIGHTS) for p in profile.partitions}
 
         def steps(graph: Graph) -> GraphSteps:
             if profile.backend == "onnxruntime":

@@ -43,6 +43,8 @@ _CODES = {
     ("export.emit", "EmitError"): Exit.ENGINES,
     ("export.compare", "CompareError"): Exit.ENGINES,
     ("export.bake", "BakeError"): Exit.ENGINES,
+    ("export.linears", "LinearsError"): Exit.ENGINES,
+    ("export.sidecar", "SidecarError"): Exit.ENGINES,
     ("engines.backends.onnxruntime", "LoweringError"): Exit.ENGINES,
     ("engines.build", "BuildError"): Exit.ENGINES,
     ("engines.store", "StoreError"): Exit.ENGINES,

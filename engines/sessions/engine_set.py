@@ -37,6 +37,7 @@ class EngineSet:
     """
 
     def __init__(self, store: EngineStore, graphs: Iterable[str], partitions: Iterable[Partition]) -> None:
+        self.root: Path = store.root
         self.manifest: Manifest = store.manifest
         # Read now: the next build may replace the store's files while this set is in use.
         self._baked = self.manifest.profile.weights == "baked"

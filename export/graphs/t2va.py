@@ -44,14 +44,19 @@ class Compute:
         return Compute(dtype, dtype, dtype)
 
 
+def component_graphs(checkpoint: Checkpoint, partition: str, compute: Compute) -> dict[str, tuple[Graph, ...]]:
+    """The graphs that serve T2VA from one partition, by component, in the order in which a request meets them."""
+    return {
+        "text_encoder": text_encoder.graphs(checkpoint, partition, compute.text_encoder),
+        "denoiser": tuple(g for m in _DENOISER for g in m.graphs(checkpoint, partition, compute.denoiser)),
+        "video_decoder": video_decoder_tile.graphs(checkpoint, partition, compute.video_decoder),
+        "audio_decoder": audio_decoder.graphs(checkpoint, partition, torch.float32),
+    }
+
+
 def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: Compute) -> tuple[Graph, ...]:
     """All graphs that serve T2VA from one partition, in the order in which a request meets them."""
-    return (
-        *text_encoder.graphs(checkpoint, partition, compute.text_encoder),
-        *(g for m in _DENOISER for g in m.graphs(checkpoint, partition, compute.denoiser)),
-        *video_decoder_tile.graphs(checkpoint, partition, compute.video_decoder),
-        *audio_decoder.graphs(checkpoint, partition, torch.float32),
-    )
+    return tuple(g for graphs in component_graphs(checkpoint, partition, compute).values() for g in graphs)
 
 
 def unused(dimensions: Dimensions) -> dict[Component, re.Pattern[str]]:
