@@ -22,4 +22,4 @@ def profile_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partitio
     """Every graph of one partition, in the profile's precision, in the order in which a request meets them."""
     precision = profile.precision
     compute = Compute(COMPUTE[precision.text_encoder], COMPUTE[precision.denoiser], COMPUTE[precision.video_decoder])
-    return t2va_graphs(checkpoint, partition, compute)
+    return t2va_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
