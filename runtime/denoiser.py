@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.sessions.engine_set import EngineSet
 from engines.sessions.dtypes import TORCH
+from engines.sessions.engine_set import EngineSet
 from engines.store import Partition
 from runtime.block import Blocks, open_blocks
 from runtime.events import Cancellation, Reporter

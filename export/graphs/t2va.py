@@ -42,9 +42,7 @@ class Compute:
         return Compute(dtype, dtype, dtype)
 
 
-def t2va_graphs(
-    checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False
-) -> tuple[Graph, ...]:
+def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False) -> tuple[Graph, ...]:
     """All graphs that serve T2VA from one partition, in the order in which a request meets them.
 
     `segmented`: the transformer's block is the three graphs of its segments instead of one.

@@ -111,11 +111,7 @@ GRAPHS = (context.graphs, modulation.graphs, prologue.graphs, block.graphs, bloc
 
 def denoiser_graphs(checkpoint: DenoiserCheckpoint, compute: torch.dtype) -> dict[str, Graph]:
     """The denoiser's graphs by name, the block both whole and in segments."""
-    return {
-        graph.name: graph
-        for graphs in GRAPHS
-        for graph in graphs(checkpoint, "fl2va", compute)
-    }
+    return {graph.name: graph for graphs in GRAPHS for graph in graphs(checkpoint, "fl2va", compute)}
 
 
 def whole_names(model: MiniMaxH3Transformer3DModel) -> dict[str, str]:

@@ -29,9 +29,7 @@ def in_segments(graphs: dict[str, Graph], x: dict[str, torch.Tensor], chunk: int
     ]
     mixed = run(graphs["block.attend"], 0, *(torch.cat(parts) for parts in zip(*projected, strict=True)))
     finish = graphs["block.finish"]
-    return torch.cat(
-        [run(finish, LAYER, x["hidden"][r], mixed[r], table, x["modulation_index"][r]) for r in rows]
-    )
+    return torch.cat([run(finish, LAYER, x["hidden"][r], mixed[r], table, x["modulation_index"][r]) for r in rows])
 
 
 @pytest.mark.parametrize("layout", ["native", "native-stacked", "diffusers"])

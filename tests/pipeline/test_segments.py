@@ -48,5 +48,3 @@ def test_a_request_in_chunks_is_the_request(store: Path, segmented: Path) -> Non
     for ours, whole in zip(latents(segmented), latents(store), strict=True):
         # Latents are of scale 1. The sums are the same; a product of other heights may add in another order.
         assert (ours - whole).abs().max() < 2e-5
-
-
