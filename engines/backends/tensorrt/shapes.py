@@ -1,0 +1,41 @@
+"""Optimisation profiles from the named axes of a graph and the sizes that a hardware profile lists for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from engines.backends.tensorrt.request import Range
+
+if TYPE_CHECKING:
+    from export.graphs.graph import Axis
+
+
+def optimisation_profiles(axes: Mapping[str, Axis], shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Range], ...]:
+    """One profile for each range of the axis that `shapes` cuts into most; the other axes have all their sizes in each.
+
+    `shapes[axis]` lists the upper ends of the ranges, ascending; an axis that it does not name has one range. Range k
+    begins one legal size above the end of range k - 1, and its end is also what TensorRT optimises for. Ends are cut to
+    the axis' own sizes and to its multiple.
+    """
+    ends = {name: _ends(axis, shapes.get(name, (axis.maximum,))) for name, axis in axes.items()}
+    if not axes:
+        return ()
+    driving = max(axes, key=lambda name: len(ends[name]))
+    whole = {name: _range(axes[name], axes[name].minimum, ends[name][-1]) for name in axes}
+    profiles = []
+    start = axes[driving].minimum
+    for end in ends[driving]:
+        profiles.append({**whole, driving: _range(axes[driving], start, end)})
+        start = end + axes[driving].multiple
+    return tuple(profiles)
+
+
+def _ends(axis: Axis, wanted: tuple[int, ...]) -> list[int]:
+    """The upper ends that lie within the axis' sizes, each a legal size; the smallest size where none does."""
+    cut = (min(end, axis.maximum) // axis.multiple * axis.multiple for end in wanted)
+    return sorted({max(end, axis.minimum) for end in cut})
+
+
+def _range(axis: Axis, start: int, end: int) -> Range:
+    return Range(minimum=start, optimum=end, maximum=end)
