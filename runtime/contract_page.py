@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plugins.dimensions import VideoVAEDimensions
+from plugins.shape import SIDE_MULTIPLE, canvas, latents, legal_frames
 from runtime.contract import (
     ASPECT_RATIOS,
     EXTRA,
@@ -15,13 +16,11 @@ from runtime.contract import (
     PARAMETERS_BYTES,
     PARAMETERS_DEPTH,
     PROMPT,
-    SIDE_MULTIPLE,
     TASKS,
     Field,
     Status,
 )
 from runtime.refusal import show
-from runtime.shape import canvas, latents, legal_frames
 
 _INTRODUCTION = f"""# Requests
 
