@@ -22,6 +22,8 @@ SECONDS_MINIMUM, SECONDS_MAXIMUM = 4, 15
 SIDE_MULTIPLE = 32
 """Pixels of a VAE cell times a patch: what both sides of a canvas are multiples of."""
 
+ASPECT_RATIOS = ("21:9", "16:9", "4:3", "1:1", "3:4", "9:16")
+
 SHORT_EDGE = 768
 CANVAS_AREA = 768 * 1344
 """The canvas of a named ratio has this short edge and at most this many pixels."""

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plugins.dimensions import VideoVAEDimensions
-from plugins.shape import SIDE_MULTIPLE, canvas, latents, legal_frames
+from plugins.shape import ASPECT_RATIOS, SIDE_MULTIPLE, canvas, latents, legal_frames
 from runtime.contract import (
-    ASPECT_RATIOS,
     EXTRA,
     FIELDS,
     GROUPS,
