@@ -58,7 +58,7 @@ def profile_sidecars(
 def _components(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, tuple[Graph, ...]]:
     precision = profile.precision
     compute = Compute(COMPUTE[precision.text_encoder], COMPUTE[precision.denoiser], COMPUTE[precision.video_decoder])
-    return component_graphs(checkpoint, partition, compute)
+    return component_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
 
 
 def _plan(

@@ -36,6 +36,7 @@ MEANINGS = {
 _CODES = {
     ("runtime.refusal", "RequestError"): Exit.USAGE,
     ("engines.profile", "ProfileError"): Exit.USAGE,
+    ("engines.plan.plan", "PlanError"): Exit.USAGE,
     ("export.checkpoint.errors", "CheckpointError"): Exit.CHECKPOINT,
     ("export.binding", "BindingError"): Exit.CHECKPOINT,
     ("export.graphs.t2va", "ConsumptionError"): Exit.CHECKPOINT,

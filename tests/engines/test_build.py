@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from engines import build as building
-from engines import onnxruntime_steps
+from engines import graph_steps, onnxruntime_steps
 from engines.build import BuildError, BuildReport, build
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
