@@ -35,15 +35,16 @@ class Linears:
     alternatives: tuple[tuple[str, ...], ...] = ()
 
 
-def _block(prefix: str, kept: tuple[str, ...] = ()) -> Linears:
-    """A transformer block's: the projections of attention and feed-forward, as the checkpoint packs them."""
-    names = ("attention.out", "feed_forward.gate_and_up", "feed_forward.down")
+def _project(prefix: str) -> tuple[tuple[str, ...], ...]:
+    """A transformer block's projections to query, key and value, as checkpoints pack them."""
     packings = (("qkv",), ("query", "key", "value"))
-    return Linears(
-        quantised=tuple(prefix + name for name in names),
-        kept=kept,
-        alternatives=tuple(tuple(f"{prefix}attention.project.{name}" for name in packing) for packing in packings),
-    )
+    return tuple(tuple(f"{prefix}attention.project.{name}" for name in packing) for packing in packings)
+
+
+def _finish(prefix: str) -> tuple[str, ...]:
+    """A transformer block's other projections."""
+    names = ("attention.out", "feed_forward.gate_and_up", "feed_forward.down")
+    return tuple(prefix + name for name in names)
 
 
 LINEARS: Mapping[Quantisable, Mapping[str, Linears]] = {
@@ -62,11 +63,14 @@ LINEARS: Mapping[Quantisable, Mapping[str, Linears]] = {
         ),
     },
     "denoiser": {
-        "context": _block("blocks.*.", kept=("context_embedder",)),
+        "context": Linears(_finish("blocks.*."), ("context_embedder",), _project("blocks.*.")),
         "modulation.time": Linears(kept=("linear_1", "linear_2")),
         "modulation.adaln": Linears(kept=("linear",)),
         "prologue": Linears(kept=("proj_in", "audio_proj_in")),
-        "block": _block(""),
+        "block": Linears(_finish("finish."), alternatives=_project("project.")),
+        "block.project": Linears(alternatives=_project("")),
+        "block.attend": Linears(),
+        "block.finish": Linears(_finish("")),
         "epilogue": Linears(kept=("proj_out", "audio_proj_out")),
     },
 }

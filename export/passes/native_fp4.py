@@ -15,7 +15,9 @@ _IR_VERSION = 11
 
 
 def native_fp4(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model whose packed weights (inputs or baked) are declared FLOAT4E2M1 [N, K], and whose NVFP4 layers use that type.
+    """A copy of the model whose NVFP4 layers use ONNX's type, and whose packed weights are declared FLOAT4E2M1 [N, K].
+
+    Weights may be inputs, or baked as external data.
 
     The bytes to be bound stay the same: ONNX too has the first of two values in the low bits. ONNX Runtime has no
     kernels for the type on a CPU and runs the original.

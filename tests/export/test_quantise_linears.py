@@ -28,7 +28,7 @@ from export.sidecar import Sidecar, plan_sidecar
 from export.trace import BoundModule
 
 BF16 = torch.bfloat16
-KEPT = ("prologue", "epilogue", "modulation.time", "modulation.adaln")
+KEPT = ("prologue", "epilogue", "modulation.time", "modulation.adaln", "block.attend")
 Emit = Callable[[str, str, SchemeName], Emitted]
 
 
@@ -71,6 +71,8 @@ def test_exactly_the_linears_of_blocks_and_refiner_are_quantised(
 ) -> None:
     sidecar = sidecars[layout, scheme]
     assert len(sidecar.weights) == count * (CONFIG["num_layers"] + CONFIG["num_refiner_layers"])
+    counts = {"context": count * CONFIG["num_refiner_layers"], "block": count}
+    counts |= {"block.project": count - 3, "block.finish": 3}
     for name, graph in denoiser_graphs(denoisers[layout], BF16).items():
         quantised = quantise_linears(graph, sidecar)
         if name in KEPT:
@@ -78,7 +80,7 @@ def test_exactly_the_linears_of_blocks_and_refiner_are_quantised(
             continue
         layers = [m for m in quantised.module().modules() if isinstance(m, SCHEMES[scheme].linear)]
         plain = [n for n, m in quantised.module().named_modules() if isinstance(m, nn.Linear)]
-        assert len(layers) == count * (CONFIG["num_refiner_layers"] if name == "context" else 1)
+        assert len(layers) == counts[name]
         assert plain == (["context_embedder"] if name == "context" else [])
 
 
@@ -94,8 +96,8 @@ def test_every_other_weight_is_the_same_object_and_every_instance_has_its_own(
             added = {name: after[name] for name in after.keys() - (before.keys() - gone)}
             assert len(added) == len(gone) * len(SCHEMES[scheme].suffixes)
             assert all(isinstance(w, Stored) and w.file == sidecars["native", scheme].path for w in added.values())
-    block = quantise_linears(denoiser_graphs(denoisers["native"], BF16)["block"], sidecars["native", scheme])
-    offsets = [w.offset for i in block.weights for w in i.values() if w.file == sidecars["native", scheme].path]
+    whole = quantise_linears(denoiser_graphs(denoisers["native"], BF16)["block"], sidecars["native", scheme])
+    offsets = [w.offset for i in whole.weights for w in i.values() if w.file == sidecars["native", scheme].path]
     assert len(set(offsets)) == len(offsets)
 
 
@@ -134,7 +136,7 @@ def test_onnxruntime_agrees_with_eager_on_first_and_last_instance(
 
 def test_the_wider_tolerance_still_sees_another_order_of_a_packed_projection(emit_quantised: Emit) -> None:
     emitted = emit_quantised("native", "block", "fp8")
-    wrong = _module(emitted.graph, lambda module: setattr(module.feed_forward, "gate_first", False))
+    wrong = _module(emitted.graph, lambda module: setattr(module.finish.feed_forward, "gate_first", False))
     with pytest.raises(CompareError, match="relative difference"):
         compare(replace(emitted, graph=wrong))
 
@@ -269,14 +271,14 @@ def test_a_listed_linear_that_is_not_there_is_refused(denoisers: dict[str, Denoi
 
 def test_two_packings_of_the_projections_at_once_are_refused(denoisers: dict[str, DenoiserCheckpoint]) -> None:
     graph = denoiser_graphs(denoisers["native"], BF16)["block"]
-    odd = _module(graph, lambda module: module.attention.project.update({"query": nn.Linear(4, 4)}))
+    odd = _module(graph, lambda module: module.project.attention.project.update({"query": nn.Linear(4, 4)}))
     with pytest.raises(LinearsError, match="must have the linear layers of one of"):
         quantised_linears(odd)
 
 
 def test_a_graph_that_is_not_listed_is_refused(denoisers: dict[str, DenoiserCheckpoint]) -> None:
     graph = replace(denoiser_graphs(denoisers["native"], BF16)["block"], name="new")
-    with pytest.raises(LinearsError, match="graph new: is not listed in export.linears; listed are .*block"):
+    with pytest.raises(LinearsError, match=r"graph new: is not listed in export\.linears; listed are .*block"):
         quantised_linears(graph)
 
 
@@ -284,8 +286,8 @@ def test_a_quantised_linear_with_a_bias_is_refused(
     denoisers: dict[str, DenoiserCheckpoint], sidecars: dict[tuple[str, SchemeName], Sidecar]
 ) -> None:
     graph = denoiser_graphs(denoisers["native"], BF16)["block"]
-    odd = _module(graph, lambda module: module.set_submodule("attention.out", nn.Linear(384, 80)))
-    with pytest.raises(LinearsError, match=r"linear layer attention\.out has a bias"):
+    odd = _module(graph, lambda module: module.set_submodule("finish.attention.out", nn.Linear(384, 80)))
+    with pytest.raises(LinearsError, match=r"linear layer finish\.attention\.out has a bias"):
         quantise_linears(odd, sidecars["native", "fp8"]).module()
 
 

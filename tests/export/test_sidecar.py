@@ -212,7 +212,8 @@ def test_a_killed_write_leaves_no_file_and_the_next_one_clears_up(tmp_path: Path
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == -signal.SIGKILL
     left = [path.name for path in sidecar.path.parent.iterdir()]
-    assert len(left) == 1 and left[0].startswith(f".{sidecar.path.name}.")
+    assert len(left) == 1
+    assert left[0].startswith(f".{sidecar.path.name}.")
     sidecar.write()
     assert [path.name for path in sidecar.path.parent.iterdir()] == [sidecar.path.name]
     assert read_header(sidecar.path).digest == sidecar.header_sha256
