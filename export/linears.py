@@ -35,15 +35,15 @@ class Linears:
     alternatives: tuple[tuple[str, ...], ...] = ()
 
 
-def _block(prefix: str, kept: tuple[str, ...] = ()) -> Linears:
-    """A transformer block's: the projections of attention and feed-forward, as the checkpoint packs them."""
-    names = ("attention.out", "feed_forward.gate_and_up", "feed_forward.down")
+def _project(prefix: str) -> tuple[tuple[str, ...], ...]:
+    """The projections into a transformer block's attention, in each way that a checkpoint packs them."""
     packings = (("qkv",), ("query", "key", "value"))
-    return Linears(
-        quantised=tuple(prefix + name for name in names),
-        kept=kept,
-        alternatives=tuple(tuple(f"{prefix}attention.project.{name}" for name in packing) for packing in packings),
-    )
+    return tuple(tuple(f"{prefix}attention.project.{name}" for name in packing) for packing in packings)
+
+
+def _finish(prefix: str) -> tuple[str, ...]:
+    """The projection out of a transformer block's attention, and its feed-forward."""
+    return tuple(prefix + name for name in ("attention.out", "feed_forward.gate_and_up", "feed_forward.down"))
 
 
 LINEARS: Mapping[Quantisable, Mapping[str, Linears]] = {
@@ -62,11 +62,14 @@ LINEARS: Mapping[Quantisable, Mapping[str, Linears]] = {
         ),
     },
     "denoiser": {
-        "context": _block("blocks.*.", kept=("context_embedder",)),
+        "context": Linears(_finish("blocks.*."), ("context_embedder",), _project("blocks.*.")),
         "modulation.time": Linears(kept=("linear_1", "linear_2")),
         "modulation.adaln": Linears(kept=("linear",)),
         "prologue": Linears(kept=("proj_in", "audio_proj_in")),
-        "block": _block(""),
+        "block": Linears(quantised=_finish("finish."), alternatives=_project("project.")),
+        "block.project": Linears(alternatives=_project("")),
+        "block.attend": Linears(),
+        "block.finish": Linears(quantised=_finish("")),
         "epilogue": Linears(kept=("proj_out", "audio_proj_out")),
     },
 }
