@@ -36,15 +36,14 @@ class Linears:
 
 
 def _project(prefix: str) -> tuple[tuple[str, ...], ...]:
-    """A transformer block's projections to query, key and value, as checkpoints pack them."""
+    """The projections into a transformer block's attention, in each way that a checkpoint packs them."""
     packings = (("qkv",), ("query", "key", "value"))
     return tuple(tuple(f"{prefix}attention.project.{name}" for name in packing) for packing in packings)
 
 
 def _finish(prefix: str) -> tuple[str, ...]:
-    """A transformer block's other projections."""
-    names = ("attention.out", "feed_forward.gate_and_up", "feed_forward.down")
-    return tuple(prefix + name for name in names)
+    """The projection out of a transformer block's attention, and its feed-forward."""
+    return tuple(prefix + name for name in ("attention.out", "feed_forward.gate_and_up", "feed_forward.down"))
 
 
 LINEARS: Mapping[Quantisable, Mapping[str, Linears]] = {
@@ -67,10 +66,10 @@ LINEARS: Mapping[Quantisable, Mapping[str, Linears]] = {
         "modulation.time": Linears(kept=("linear_1", "linear_2")),
         "modulation.adaln": Linears(kept=("linear",)),
         "prologue": Linears(kept=("proj_in", "audio_proj_in")),
-        "block": Linears(_finish("finish."), alternatives=_project("project.")),
+        "block": Linears(quantised=_finish("finish."), alternatives=_project("project.")),
         "block.project": Linears(alternatives=_project("")),
         "block.attend": Linears(),
-        "block.finish": Linears(_finish("")),
+        "block.finish": Linears(quantised=_finish("")),
         "epilogue": Linears(kept=("proj_out", "audio_proj_out")),
     },
 }
