@@ -51,7 +51,7 @@ def test_operations_of_a_forward_are_those_of_the_table(
     outline: Outline, seconds: float, rows: int, linear: float, attention: float
 ) -> None:
     base = {5: 37_710, 10: 73_386, 15: 109_062}[int(seconds)]
-    plan = _plan(outline, seconds, rows - base, "rtx5090x2" if seconds < 15 else "rtx5090x2")
+    plan = _plan(outline, seconds, rows - base, "rtx5090x2")
     cards = 2
     found = sum(plan.graph(f"block.{part}").flops.get("fp8", 0.0) for part in ("project", "finish"))
     # The table has three digits, and its rows at 10 and 15 s are rounded to three as well.
