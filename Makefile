@@ -53,7 +53,7 @@ checkpoint: setup ## a miniature checkpoint (CHECKPOINT=directory)
 	$(H3TRT) checkpoint tiny "$$H3_CHECKPOINT"
 
 engines: setup ## build the engines of a checkpoint (PROFILE=cpu CHECKPOINT=directory)
-	$(H3TRT) engines --profile "$$H3_PROFILE" --checkpoint "$$H3_CHECKPOINT"
+	$(H3TRT) engines build --profile "$$H3_PROFILE" --checkpoint "$$H3_CHECKPOINT"
 
 serve: setup ## serve the engines with Triton until Ctrl-C (PROFILE=cpu)
 	$(H3TRT) serve --profile "$$H3_PROFILE"

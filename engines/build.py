@@ -14,18 +14,30 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from engines.backend import installed
 from engines.declaration import describe_checkpoint, describe_exporter, versions
 from engines.graph_steps import GraphSteps
 from engines.graphs import profile_graphs
+from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.profile import Partition, Profile
-from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport
-from engines.store import LOCK, MANIFEST, SCHEMA_VERSION, EngineStore, Manifest, rebuild_command
+from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
+from engines.store import (
+    LOCK,
+    MANIFEST,
+    SCHEMA_VERSION,
+    Begun,
+    EngineStore,
+    Manifest,
+    rebuild_command,
+)
+from engines.tensorrt_steps import TensorRTSteps
 from engines.weight_table import WeightTable
 from export.binding import bind
 from export.checkpoint import Checkpoint
+from export.graphs.graph import Graph
 from export.graphs.t2va import check_consumption
 
-PRODUCTS = ("engines", "portable", "tokenizer")
+PRODUCTS = ("engines", "portable", "tokenizer", "weights")
 """Directories of a store that hold nothing but what steps have made."""
 
 
@@ -35,10 +47,15 @@ class BuildError(ValueError):
 
 @dataclass(frozen=True)
 class BuildReport:
-    """A finished build: every step in order, and the store, which opens."""
+    """A build that has come to an end. Its store opens, unless steps had to be put off."""
 
     store: Path
     steps: tuple[StepReport, ...]
+
+    @property
+    def deferred(self) -> tuple[StepReport, ...]:
+        """The steps that this machine cannot do, and those that wait for them."""
+        return tuple(step for step in self.steps if step.status == "deferred")
 
     @property
     def built(self) -> tuple[str, ...]:
@@ -52,11 +69,13 @@ def build(
     store: str | Path,
     progress: Callable[[StepEvent], None] = lambda event: None,
     only: str | None = None,
+    resume: bool = False,
 ) -> BuildReport:
-    """Brings a store up to date with a checkpoint and a profile, and opens it to see that it can be served from.
+    """Brings a store up to date with a checkpoint and a profile, and opens it to see that it is whole.
 
     What has not changed is left alone. `only` names one step, which is done again, after those before it where needed;
-    the later ones are left for the next build.
+    the later ones are left for the next build. What this machine cannot do is put off. `resume` goes on with a store
+    that was begun on another machine: what does not depend on the machine is taken from it as it is.
 
     Raises:
         CheckpointError, ProfileError, BuildError: the build cannot start.
@@ -64,29 +83,41 @@ def build(
     """
     root, loaded = Path(store).absolute(), Profile.load(profile)
     opened = Checkpoint.open(Path(checkpoint).absolute())
-    steps = _Plan(opened, loaded, root).steps()
+    begun = Begun(checkpoint=str(opened.root), fingerprint=opened.fingerprint, profile=loaded)
+    if resume:
+        _check_same(root, Begun.read(root), begun)
+    reproduce = partial(_step_command, rebuild_command(root, loaded.name, opened.root))
+    ledger = Ledger(root, reproduce, progress, resume)
+    steps = _Plan(opened, loaded, root, reproduce, ledger.work).steps()
     _check_known(only, steps)
-    command = rebuild_command(root, loaded.name, opened.root)
-    ledger = Ledger(root, lambda step: f"{command} --step {shlex.quote(step)}", progress)
     with _locked(root, progress):
-        reports = ledger.run(steps, only)
-        if only is None:
+        begun.write(root)
+        report = BuildReport(root, tuple(ledger.run(steps, only)))
+        if only is None and not report.deferred:
             ledger.prune(steps, PRODUCTS)
-            EngineStore.open(root)
-    return BuildReport(root, tuple(reports))
+            EngineStore.open(root, to_run=False)
+    return report
 
 
 class _Plan:
     """The steps of one build. A graph is built once, for the first partition; the others only bind their weights."""
 
-    def __init__(self, checkpoint: Checkpoint, profile: Profile, root: Path) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, profile: Profile, root: Path, reproduce: Callable[[str], str], work: Work
+    ) -> None:
         _check_partitions(checkpoint, profile)
         self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
         self._declared = {p: profile_graphs(checkpoint, profile, p) for p in profile.partitions}
-        self._graphs = {p: [GraphSteps(g, bind(g), root) for g in graphs] for p, graphs in self._declared.items()}
-        self._weights = WeightTable(graph.binding for graphs in self._graphs.values() for graph in graphs)
+
+        def steps(graph: Graph) -> GraphSteps:
+            if profile.backend == "onnxruntime":
+                return OnnxRuntimeSteps(graph, bind(graph), root)
+            return TensorRTSteps(graph, bind(graph), root, profile, reproduce, work)
+
+        self._graphs = {p: [steps(graph) for graph in graphs] for p, graphs in self._declared.items()}
+        self._weights = WeightTable((g.binding for graphs in self._graphs.values() for g in graphs), {})
 
     def steps(self) -> list[Step]:
         """Every step, after those that it requires."""
@@ -99,7 +130,7 @@ class _Plan:
         for graph in self._graphs[self._first]:
             steps += graph.steps(checkpoint, exporter, self._weights)
         if self._profile.weights == "baked":
-            steps += [g.bake_step(p, self._weights) for p, graphs in self._graphs.items() for g in graphs]
+            steps += [s for p, graphs in self._graphs.items() for g in graphs for s in g.bake_steps(p, self._weights)]
         return [*steps, self._manifest(tuple(step.name for step in steps))]
 
     def _bind(self, partition: Partition, exporter: Mapping[str, Any]) -> Step:
@@ -163,7 +194,7 @@ class _Plan:
         checkpoint = self._checkpoint
         return {
             "profile": self._profile.model_dump(mode="json"),
-            "versions": versions(),
+            "versions": versions() | installed(self._profile.backend),
             "checkpoint": {
                 "root": str(checkpoint.root),
                 "layout": checkpoint.layout,
@@ -181,6 +212,23 @@ def _check_partitions(checkpoint: Checkpoint, profile: Profile) -> None:
             f"profile {profile.name}: partitions = {list(profile.partitions)}: checkpoint {checkpoint.root} has no "
             f"{missing[0]!r}; must be of {list(checkpoint.partitions)}"
         )
+
+
+def _step_command(command: str, step: str) -> str:
+    return f"{command} --step {shlex.quote(step)}"
+
+
+def _check_same(store: Path, begun: Begun, now: Begun) -> None:
+    """Refuses to resume a build of another checkpoint or profile. A checkpoint may lie elsewhere by now."""
+    fresh = "leave out --resume to build it anew"
+    if begun.fingerprint != now.fingerprint:
+        raise BuildError(
+            f"{store}: was begun with the checkpoint of fingerprint {begun.fingerprint} ({begun.checkpoint}), but "
+            f"{now.checkpoint} has {now.fingerprint}; {fresh}"
+        )
+    if begun.profile != now.profile:
+        changed = [k for k in type(now.profile).model_fields if getattr(begun.profile, k) != getattr(now.profile, k)]
+        raise BuildError(f"{store}: was begun with another {', '.join(changed)} of profile {now.profile.name}; {fresh}")
 
 
 def _check_known(only: str | None, steps: list[Step]) -> None:

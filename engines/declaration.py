@@ -71,13 +71,21 @@ def describe_exporter() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed version of each of `LIBRARIES`."""
-    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+    """Installed version of each of `LIBRARIES`; a host that only finishes a build need not have them all."""
+    return {name: _version(name) for name in LIBRARIES}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def describe_backend(backend: ModuleType) -> dict[str, Any]:
     """A backend's own source and the versions of what it stands on."""
-    return {"source": source_hash([Path(str(backend.__file__))]), "versions": versions()}
+    files = _package_files(backend) if hasattr(backend, "__path__") else [Path(str(backend.__file__))]
+    return {"source": source_hash(files), "versions": versions()}
 
 
 def source_hash(files: list[Path]) -> str:

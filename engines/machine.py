@@ -23,6 +23,14 @@ def memory_bytes(cgroup: Path = CGROUP) -> int:
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
+def gpu_capabilities() -> tuple[str, ...]:
+    """Compute capability, such as "9.0", of each NVIDIA GPU that this process may use."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple("{}.{}".format(*torch.cuda.get_device_capability(index)) for index in range(count))
+
+
 def _read(path: Path) -> str:
     """The file's text, or nothing where there is no limit to read."""
     try:

@@ -1,7 +1,8 @@
 """A build as a list of steps, each redone only when something it depends on has changed.
 
 A step's key covers what it declares to depend on and the records of the steps it requires. Its record (key, facts,
-files) is kept next to its log; while the key is the same and the files are intact, the result is reused.
+files) is kept next to its log; while the key is the same and the files are intact, the result is reused. What cannot be
+done on this machine is put off, with all that waits for it, to be done on another one.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engines.store import FileRecord, write_atomically
+from engines.store import FileRecord, file_sha256, write_atomically
 
 Facts = Mapping[str, Any]
 """What a step found out, as JSON values."""
 
-Status = Literal["built", "reused", "failed"]
+Status = Literal["built", "reused", "deferred", "failed"]
 
 RECORDS = "build"
 """Directory of the records and logs of a build, in the store."""
@@ -34,11 +36,16 @@ RECORDS = "build"
 class Product:
     """A step's result: what it found out, and the files it made, by path relative to the store.
 
-    `{sha}` in a path becomes the hash of the bytes, so that a new file never replaces one that a manifest names.
+    A file is its bytes, or the path of a finished one on the store's disk, which is moved. `{sha}` in a path becomes
+    the hash of the bytes, so that a new file never replaces one that a manifest names.
     """
 
     facts: Facts = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | Path] = field(default_factory=dict)
+
+
+class Deferred(Exception):
+    """Raised by a step that this machine cannot do; the text says why, and what it needs."""
 
 
 class Record(BaseModel):
@@ -53,28 +60,38 @@ class Record(BaseModel):
 
 @dataclass(frozen=True)
 class Step:
-    """One piece of work: `action` is given the records of the steps in `requires`, which come earlier in the list."""
+    """One piece of work: `action` is given the records of the steps in `requires`, which come earlier in the list.
+
+    The result of a `portable` step says the same on every machine that goes on with the store.
+    """
 
     name: str
     depends_on: Facts
     action: Callable[[Mapping[str, Record]], Product]
     requires: tuple[str, ...] = ()
+    portable: bool = False
 
 
 @dataclass(frozen=True)
 class StepEvent:
-    """Progress: step `index` of `total` (from 1) starts, or has ended with a status after `seconds`."""
+    """Progress: step `index` of `total` (from 1) starts, or has ended with a status after `seconds`.
+
+    While it is "working", index and total are those of a part of it, which the name tells.
+    """
 
     index: int
     total: int
     name: str
-    status: Literal["started", "built", "reused", "failed"]
+    status: Literal["started", "working", "built", "reused", "deferred", "failed"]
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """How a step ended: `log` is its log file, `reproduce` the command that does this step alone."""
+    """How a step ended: `log` is its log file, `reproduce` the command that does this step alone.
+
+    The facts of a step that was put off have its reason under "deferred".
+    """
 
     name: str
     status: Status
@@ -92,13 +109,59 @@ class StepFailed(RuntimeError):
         self.report = report
 
 
-class Ledger:
-    """Runs steps in a store and remembers their results there. `reproduce` gives the command for a step's name."""
+class Work(Protocol):
+    """What a running step has of its ledger."""
 
-    def __init__(self, root: Path, reproduce: Callable[[str], str], progress: Callable[[StepEvent], None]) -> None:
+    def directory(self, step: str) -> Path:
+        """A directory on the store's disk, for files that the step hands over; removed when it ends."""
+
+    def report(self, step: str, part: str, done: int, total: int) -> None:
+        """Shows how much of a part of the step is done."""
+
+
+class _Work:
+    """The working directories of a store, and who is told of progress."""
+
+    def __init__(self, root: Path, progress: Callable[[StepEvent], None]) -> None:
+        self._root = root
+        self._progress = progress
+
+    def directory(self, step: str) -> Path:
+        path = self._root / RECORDS / f"{step}.work"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def report(self, step: str, part: str, done: int, total: int) -> None:
+        self._progress(StepEvent(done, total, f"{step}: {part}", "working"))
+
+    def clear(self, step: str) -> None:
+        shutil.rmtree(self._root / RECORDS / f"{step}.work", ignore_errors=True)
+
+
+class Ledger:
+    """Runs steps in a store and remembers their results there. `reproduce` gives the command for a step's name.
+
+    A ledger that `resumes` takes finished portable steps as they are: on another machine, with other versions of the
+    exporter's libraries, their keys would differ, while the results are those that the remaining steps want.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        reproduce: Callable[[str], str],
+        progress: Callable[[StepEvent], None],
+        resumes: bool = False,
+    ) -> None:
         self._root = root
         self._reproduce = reproduce
         self._progress = progress
+        self._resumes = resumes
+        self._work = _Work(root, progress)
+
+    @property
+    def work(self) -> Work:
+        """What steps that take long or write large files are given when they are made."""
+        return self._work
 
     def run(self, steps: list[Step], only: str | None = None) -> list[StepReport]:
         """Runs the steps in order; with `only`, up to that step, which is done even if nothing has changed.
@@ -111,10 +174,12 @@ class Ledger:
         for index, step in enumerate(steps, start=1):
             self._progress(StepEvent(index, len(steps), step.name, "started"))
             try:
-                report, records[step.name] = self._run(step, records, force=step.name == only)
+                report, record = self._run(step, records, force=step.name == only)
             except StepFailed as failure:
                 self._progress(StepEvent(index, len(steps), step.name, "failed", failure.report.seconds))
                 raise
+            if record is not None:
+                records[step.name] = record
             reports.append(report)
             self._progress(StepEvent(index, len(steps), step.name, report.status, report.seconds))
             if step.name == only:
@@ -135,16 +200,24 @@ class Ledger:
         for directory in directories:
             _remove_except(self._root / directory, kept)
 
-    def _run(self, step: Step, records: Mapping[str, Record], force: bool) -> tuple[StepReport, Record]:
+    def _run(self, step: Step, records: Mapping[str, Record], force: bool) -> tuple[StepReport, Record | None]:
         started = time.monotonic()
+        waiting = [name for name in step.requires if name not in records]
+        if waiting:
+            reason = {"deferred": f"waits for {waiting[0]}"}
+            return self._report(step.name, "deferred", started, reason), None
         required = {name: records[name] for name in step.requires}
         key = content_key(step.depends_on, {name: record.model_dump() for name, record in required.items()})
-        record = None if force else self._intact(step.name, key)
+        record = None if force else self._intact(step, key)
         status: Status = "reused" if record else "built"
         try:
             record = record or self._build(step, key, required)
+        except Deferred as reason:
+            return self._report(step.name, "deferred", started, {"deferred": str(reason)}), None
         except Exception as error:
             raise StepFailed(self._report(step.name, "failed", started, {}), error) from error
+        finally:
+            self._work.clear(step.name)
         return self._report(step.name, status, started, record.facts), record
 
     def _build(self, step: Step, key: str, required: Mapping[str, Record]) -> Record:
@@ -155,16 +228,21 @@ class Ledger:
         write_atomically(self._record_file(step.name), record.model_dump_json(indent=1).encode())
         return record
 
-    def _write(self, path: str, data: bytes) -> FileRecord:
-        digest = hashlib.sha256(data).hexdigest()
+    def _write(self, path: str, content: bytes | Path) -> FileRecord:
+        digest = file_sha256(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
         record = FileRecord(path=path.format(sha=digest[:16]), sha256=digest)
-        write_atomically(self._root / record.path, data)
+        target = self._root / record.path
+        if isinstance(content, Path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content.replace(target)
+        else:
+            write_atomically(target, content)
         return record
 
-    def _intact(self, name: str, key: str) -> Record | None:
+    def _intact(self, step: Step, key: str) -> Record | None:
         """The step's record, if it was done under this key and its files are what it wrote."""
-        record = _load(self._record_file(name))
-        if record is None or record.key != key:
+        record = _load(self._record_file(step.name))
+        if record is None or (record.key != key and not (self._resumes and step.portable)):
             return None
         return record if all(_holds(self._root / file.path, file.sha256) for file in record.files) else None
 
@@ -192,7 +270,7 @@ def _load(path: Path) -> Record | None:
 
 
 def _holds(path: Path, sha256: str) -> bool:
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+    return path.is_file() and file_sha256(path) == sha256
 
 
 def _remove_except(directory: Path, kept: set[Path]) -> None:

@@ -7,7 +7,6 @@ store; the manifest says where in the checkpoint's files each one lies.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import math
 import os
 import shlex
@@ -17,14 +16,19 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from engines import machine
+from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile
 from plugins.dimensions import Dimensions
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Changes when a manifest of the last version can no longer be read."""
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+
+BEGUN = "begun.json"
+"""What a store was begun with."""
 
 Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
 
@@ -65,13 +69,41 @@ class FileRecord(_Record):
     sha256: str
 
 
+class AxisRange(_Record):
+    """The sizes of an axis that one optimisation profile is for: its tactics are chosen at the optimum."""
+
+    minimum: int
+    optimum: int
+    maximum: int
+
+
+class PlanRecord(_Record):
+    """What the TensorRT builder said of a plan.
+
+    It runs on GPUs of one of the compute `capabilities`, within one of the optimisation `profiles` (ranges by axis),
+    in `activation_bytes` of device memory. `layers` is the file of its compiled layers (`engines.layers`), which
+    `census` counts by kind. `driver` is that of the building machine, None where it has no GPU.
+    """
+
+    capabilities: tuple[str, ...]
+    profiles: tuple[dict[str, AxisRange], ...]
+    activation_bytes: int
+    layers: FileRecord
+    census: dict[str, int]
+    driver: str | None
+    seconds: float
+    peak_host_bytes: int
+    reproduce: str
+
+
 class EngineRecord(_Record):
     """One graph's engine.
 
     `file` takes the weights of any instance as inputs. With a profile of baked weights, `baked[partition][instance]` is
-    what runs instead: its weights are external data whose locations are the bare names of the checkpoint's files.
-    `key` is the hash of everything that `file` depends on. `difference` is the largest measured |engine - torch eager|
-    relative to the output's largest magnitude, at most `tolerance`.
+    what runs instead: for ONNX Runtime its weights are external data whose locations are the bare names of the
+    checkpoint's files, for TensorRT they are inside. `plan` is there for TensorRT only, and tells of `file`.
+    `key` is the hash of everything that `file` depends on. `difference` is the largest measured |graph - torch eager|
+    in ONNX Runtime relative to the output's largest magnitude, at most `tolerance`.
     """
 
     key: str
@@ -86,10 +118,14 @@ class EngineRecord(_Record):
     census: dict[str, int]
     tolerance: float
     difference: float
+    plan: PlanRecord | None = None
 
 
 class WeightFile(_Record):
-    """A safetensors file of the checkpoint; `header_sha256` covers its header, which names every tensor's place."""
+    """A safetensors file; `header_sha256` covers its header, which names every tensor's place.
+
+    The path of one that the build has written, of quantised weights, is relative to the store.
+    """
 
     path: str
     size: int
@@ -114,6 +150,32 @@ class CheckpointRecord(_Record):
     root: str
     layout: Literal["native", "diffusers"]
     fingerprint: str
+
+
+class Begun(_Record):
+    """The checkpoint and the profile that a store's finished steps are of."""
+
+    checkpoint: str
+    fingerprint: str
+    profile: Profile
+
+    @staticmethod
+    def read(store: str | Path) -> Begun:
+        """What a build in this store was begun with.
+
+        Raises:
+            StoreError: none was.
+        """
+        try:
+            return Begun.model_validate_json((Path(store) / BEGUN).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise StoreError(f"{store}: no build was begun here that could be resumed; leave out --resume") from error
+
+    def write(self, store: Path) -> None:
+        """Notes it in the store, unless the same stands there."""
+        path, content = store / BEGUN, self.model_dump_json(indent=1).encode()
+        if not path.is_file() or path.read_bytes() != content:
+            write_atomically(path, content)
 
 
 class Manifest(_Record):
@@ -141,18 +203,21 @@ class EngineStore:
         self.manifest = manifest
 
     @staticmethod
-    def open(path: str | Path) -> EngineStore:
-        """Reads the manifest and verifies everything it names.
+    def open(path: str | Path, to_run: bool = True) -> EngineStore:
+        """Reads the manifest and verifies everything it names, and, `to_run` it, that this machine can.
 
         Raises:
             StoreError: no manifest, another schema version, a missing or changed engine or tokenizer, a missing or
-                changed weight file, a backend that is not installed in the version the engines were made with.
+                changed weight file; to run it, a backend that is not installed in the version the engines were made
+                with, or no GPU of a compute capability that they were made for.
         """
         root = Path(path)
         store = EngineStore(root, _read_manifest(root))
-        store._verify_backend()
+        if to_run:
+            store._verify_backend()
+            store._verify_gpus()
         for record in store._files():
-            store.read(record)
+            store._verify_file(record)
         for weights in store.manifest.weight_files:
             store._verify_weights(weights)
         return store
@@ -168,35 +233,54 @@ class EngineStore:
         Raises:
             StoreError: the file is missing or is not the one that was built.
         """
+        self._verify_file(record)
+        return (self.root / record.path).read_bytes()
+
+    def _verify_file(self, record: FileRecord) -> None:
         path = self.root / record.path
         try:
-            data = path.read_bytes()
+            found = file_sha256(path)
         except OSError as error:
             raise self._error(f"{path}: cannot be read: {error.strerror}") from error
-        found = hashlib.sha256(data).hexdigest()
         if found != record.sha256:
             raise self._error(
                 f"{path}: is not the file that was built: SHA-256 {record.sha256} expected, {found} found"
             )
-        return data
 
     def _files(self) -> list[FileRecord]:
         engines = self.manifest.graphs.values()
         baked = [file for engine in engines for files in engine.baked.values() for file in files]
-        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked]
+        layers = [engine.plan.layers for engine in engines if engine.plan is not None]
+        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked, *layers]
 
     def _verify_backend(self) -> None:
         package = self.manifest.profile.backend
         built = self.manifest.versions.get(package, "of an unknown version")
         try:
-            installed = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            raise StoreError(
-                f"{self.root}: its engines run on {package} {built}, which is not installed; "
-                f"run: pip install {package}=={built}"
-            ) from None
+            installed = backend_version(package)
+        except BackendMissing as missing:
+            raise StoreError(f"{self.root}: its engines run on {package} {built}, but {missing}") from None
         if installed != built:
             raise self._error(f"{self.root}: built for {package} {built}, but {package} {installed} is installed")
+
+    def _verify_gpus(self) -> None:
+        """Every GPU that the profile uses must be of a compute capability that every plan was built for."""
+        built = [set(e.plan.capabilities) for e in self.manifest.graphs.values() if e.plan is not None]
+        if not built:
+            return
+        profile, found = self.manifest.profile, machine.gpu_capabilities()
+        if len(found) < profile.gpus:
+            raise StoreError(
+                f"{self.root}: profile {profile.name} runs on {profile.gpus} GPUs, but {len(found)} are found; "
+                f"run: h3trt doctor --profile {profile.name}"
+            )
+        legal = set.intersection(*built)
+        for index, capability in enumerate(found[: profile.gpus]):
+            if capability not in legal:
+                raise self._error(
+                    f"{self.root}: built for compute capability {', '.join(sorted(legal))}, but GPU {index} has "
+                    f"{capability}"
+                )
 
     def _verify_weights(self, expected: WeightFile) -> None:
         try:
@@ -218,7 +302,7 @@ class EngineStore:
 def rebuild_command(store: Path, profile: str, checkpoint: str | Path) -> str:
     """The command line that builds this store, or builds it again; its words are quoted for a shell."""
     options = ["--profile", profile, "--checkpoint", str(checkpoint), "--store", str(store.absolute())]
-    return shlex.join(["h3trt", "engines", *options])
+    return shlex.join(["h3trt", "engines", "build", *options])
 
 
 def rebuild_advice(store: Path) -> str:
@@ -226,11 +310,22 @@ def rebuild_advice(store: Path) -> str:
     try:
         outline = _Outline.model_validate_json((store / MANIFEST).read_bytes())
     except (OSError, ValidationError):
+        if (store / BEGUN).is_file() and not (store / MANIFEST).exists():
+            return _resume_advice(store)
         shipped = store.name in {path.stem for path in PROFILES.glob("*.toml")}
         command = rebuild_command(store, store.name if shipped else "PROFILE", "CHECKPOINT")
         words = "the checkpoint's directory" if shipped else "the profile and the checkpoint's directory"
         return f"nothing here tells what it was built from; to build, run, with {words} put in: {command}"
     return f"to rebuild, run: {rebuild_command(store, outline.profile.name, outline.checkpoint.root)}"
+
+
+def _resume_advice(store: Path) -> str:
+    try:
+        begun = Begun.read(store)
+    except StoreError as error:
+        return str(error)
+    command = rebuild_command(store, begun.profile.name, begun.checkpoint)
+    return f"its build was begun and not finished; to go on, run: {command} --resume"
 
 
 def weight_file(path: Path) -> WeightFile:
@@ -247,6 +342,16 @@ def weight_file(path: Path) -> WeightFile:
             raise ValueError(f"a header of {length:,} bytes does not fit in a file of {size:,} bytes")
         header = file.read(length)
     return WeightFile(path=str(path), size=size, header_sha256=hashlib.sha256(header).hexdigest())
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -277,11 +382,14 @@ def _read_manifest(root: Path) -> Manifest:
         found = f"schema version {SCHEMA_VERSION} expected, {version} found"
         raise StoreError(f"{path}: {found}; {rebuild_advice(root)}")
     try:
-        return Manifest.model_validate_json(content)
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise StoreError(f"{path}: {place}: {first['msg']}; {rebuild_advice(root)}") from error
+    # A file that lies in the store is found wherever the store is.
+    weights = tuple(file.model_copy(update={"path": str(root / file.path)}) for file in manifest.weight_files)
+    return manifest.model_copy(update={"weight_files": weights})
 
 
 class _OutlineProfile(BaseModel):

@@ -1,8 +1,9 @@
-"""The checkpoint's weight files that a build uses: their order in the manifest, and what tells that one has changed."""
+"""The weight files that a build uses: their order in the manifest, and what tells that one has changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,30 @@ from export.binding import Binding
 from export.checkpoint.expressions import Stored
 
 
-class WeightTable:
-    """Every weight file that some bindings read; `files` is in the manifest's order."""
+@dataclass(frozen=True)
+class Written:
+    """A weight file that a step of the build writes: the step, and the file as it will be, its path as in a manifest.
 
-    def __init__(self, bindings: Iterable[Binding]) -> None:
+    The record of that step tells whether its content has changed, so what reads the file requires the step.
+    """
+
+    step: str
+    file: WeightFile
+
+
+class WeightTable:
+    """Every weight file that some bindings read; `files` is in the manifest's order.
+
+    `written` are those of them, by absolute path, that need not exist yet.
+    """
+
+    def __init__(self, bindings: Iterable[Binding], written: Mapping[Path, Written]) -> None:
         paths = {s.file for binding in bindings for instance in binding.instances for s in instance.values()}
+        self._written = written
         self._index = {path: index for index, path in enumerate(sorted(paths))}
-        self.files: tuple[WeightFile, ...] = tuple(weight_file(path) for path in self._index)
+        self.files: tuple[WeightFile, ...] = tuple(
+            written[path].file if path in written else weight_file(path) for path in self._index
+        )
 
     def regions(self, instance: Mapping[str, Stored]) -> dict[str, Region]:
         """Where each weight of an instance lies."""
@@ -28,7 +46,18 @@ class WeightTable:
         """The files as JSON values."""
         return [file.model_dump() for file in self.files]
 
+    def made_by(self, instances: Iterable[Mapping[str, Stored]]) -> tuple[str, ...]:
+        """The steps that must have been done before those instances can be read."""
+        return tuple(sorted({self._written[path].step for path in _paths(instances) if path in self._written}))
+
     def identities(self, instances: Iterable[Mapping[str, Stored]]) -> list[Any]:
         """What tells, without reading any data, that those instances have the weights that they had before."""
-        paths: set[Path] = {stored.file for instance in instances for stored in instance.values()}
-        return [[self.files[self._index[p]].model_dump(), p.stat().st_mtime_ns] for p in sorted(paths)]
+        return [self._identity(path) for path in sorted(_paths(instances))]
+
+    def _identity(self, path: Path) -> list[Any]:
+        file = self.files[self._index[path]].model_dump()
+        return [file] if path in self._written else [file, path.stat().st_mtime_ns]
+
+
+def _paths(instances: Iterable[Mapping[str, Stored]]) -> set[Path]:
+    return {stored.file for instance in instances for stored in instance.values()}

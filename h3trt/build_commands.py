@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
@@ -16,6 +17,7 @@ from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 
 if TYPE_CHECKING:
+    from engines.build import BuildReport
     from export.checkpoint import Checkpoint
 
 # What the commands call is imported inside them: `h3trt --help` answers at once, and a serving host has no exporter.
@@ -52,7 +54,10 @@ def register(app: typer.Typer) -> None:
     checkpoint = typer.Typer(help="Make checkpoints for trials.", no_args_is_help=True)
     checkpoint.command("tiny")(tiny)
     app.add_typer(checkpoint, name="checkpoint")
-    for command in (export, engines, repo, verify, inspect):
+    engines = typer.Typer(help="Build the engines of a checkpoint.", no_args_is_help=True)
+    engines.command("build")(build_engines)
+    app.add_typer(engines, name="engines")
+    for command in (export, repo, verify, inspect):
         app.command()(command)
 
 
@@ -119,23 +124,50 @@ def export(
     console.table(f"graphs in {out}", ("graph", "instances", "operations", "difference", "tolerance"), rows)
 
 
-def engines(
+def build_engines(
     profile: ProfileOption = "cpu",
-    checkpoint: CheckpointOption = paths.CHECKPOINT,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help=f"Checkpoint directory; by default {paths.CHECKPOINT}, or the one that is resumed with."),
+    ] = None,
     store: StoreOption = None,
     step: Annotated[str | None, typer.Option(help="Do this one step again, as a build's log suggests.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a store that was begun on another machine.")
+    ] = False,
 ) -> None:
-    """Build the engines of a checkpoint for a hardware profile. What has not changed is left as it is."""
+    """Build the engines of a checkpoint for a hardware profile. What has not changed is left as it is.
+
+    Where this machine lacks what the profile's engines need (TensorRT, the GPU), everything else is done, the rest is
+    listed, and the exit code is 7: take the store to a machine that has it and go on there with --resume.
+    """
     from engines.build import build
+    from engines.store import Begun
 
     directory = store or paths.engine_store(profile)
+    source = checkpoint or (Path(Begun.read(directory).checkpoint) if resume else paths.CHECKPOINT)
     with console.steps() as progress:
-        report = build(checkpoint, profile, directory, progress, step)
+        report = build(source, profile, directory, progress, step, resume)
     counts = Counter(step.status for step in report.steps)
-    if not report.built:
+    if report.deferred:
+        _list_deferred(report, profile)
+    elif not report.built:
         console.line(f"{report.store}: nothing to do, all {len(report.steps)} steps are up to date")
-        return
-    console.line(f"{report.store}: {counts['built']} steps done, {counts['reused']} up to date")
+    else:
+        console.line(f"{report.store}: {counts['built']} steps done, {counts['reused']} up to date")
+
+
+def _list_deferred(report: BuildReport, profile: str) -> None:
+    """Says what remains, why, and how it is done; the store cannot be served from until then."""
+    rows = [(step.name, step.facts["deferred"]) for step in report.deferred]
+    console.table("to be done on another machine", ("step", "because"), rows)
+    command = shlex.join(["h3trt", "engines", "build", "--profile", profile, "--store", str(report.store), "--resume"])
+    raise CommandError(
+        f"{report.store}: {len(report.steps) - len(rows)} of {len(report.steps)} steps are done; to finish, take it to "
+        f"a machine that the steps above ask for, with the checkpoint (--checkpoint DIRECTORY if it lies elsewhere "
+        f"there), and run: {command}",
+        Exit.INCOMPLETE,
+    )
 
 
 def repo(
@@ -214,7 +246,7 @@ def _inspect_clip(path: Path) -> None:
 def _inspect_store(path: Path) -> None:
     from engines.store import EngineStore
 
-    manifest = EngineStore.open(path).manifest
+    manifest = EngineStore.open(path, to_run=False).manifest
     precision = ", ".join(f"{component} {arithmetic}" for component, arithmetic in manifest.profile.precision)
     console.line(f"profile {manifest.profile.name}: {manifest.profile.backend}, {precision}")
     console.line(f"checkpoint {manifest.checkpoint.root} ({manifest.checkpoint.layout})")

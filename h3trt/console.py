@@ -17,7 +17,10 @@ Stages = Callable[[Mapping[str, Any]], None]
 
 
 class Step(Protocol):
-    """A step of a longer piece of work: its number from 1, how many there are if known, "started" or how it ended."""
+    """A step of a longer piece of work: its number from 1, how many there are if known, "started" or how it ended.
+
+    While it is "working", the numbers and the name are those of a part of it.
+    """
 
     @property
     def index(self) -> int: ...
@@ -92,14 +95,19 @@ def stages() -> Iterator[Stages]:
 
 @contextmanager
 def steps() -> Iterator[Callable[[Step], None]]:
-    """Progress of a list of steps: call it as each one starts and ends."""
+    """Progress of a list of steps: call it as each one starts and ends; "working" moves a second bar."""
     with Progress(*_columns(), console=err, disable=not err.is_terminal) as progress:
         bar = progress.add_task("", total=None)
+        part = progress.add_task("", total=None, visible=False)
 
         def show(step: Step) -> None:
             started = step.status == "started"
+            if step.status == "working":
+                progress.update(part, description=step.name, total=step.total, completed=step.index, visible=True)
+                return
             progress.update(bar, description=step.name, total=step.total, completed=step.index - started)
+            progress.update(part, visible=False)
             if not started:
-                progress.console.print(f"  {step.status:7} {step.name}", markup=False)
+                progress.console.print(f"  {step.status:8} {step.name}", markup=False)
 
         yield show

@@ -16,6 +16,7 @@ class Exit(IntEnum):
     ENGINES = 4
     SERVER = 5
     VERIFICATION = 6
+    INCOMPLETE = 7
     CANCELLED = 130
 
 
@@ -27,6 +28,7 @@ MEANINGS = {
     Exit.ENGINES: "engines or their store are missing, stale or damaged, or building them failed",
     Exit.SERVER: "the server or this machine's set-up does not work, or the server is not reachable",
     Exit.VERIFICATION: "a result differs from the reference, or a finished clip is not what was promised",
+    Exit.INCOMPLETE: "what this machine can do is done; the rest, which is listed, needs another one",
     Exit.CANCELLED: "cancelled by Ctrl-C, SIGTERM or the server",
 }
 

@@ -13,7 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("plugins", "export", "engines", "runtime", "triton_repo", "h3trt")
 
-OPENING = ("engines.machine", "engines.profile", "engines.store", "engines.sessions")
+OPENING = (
+    "engines.backend",
+    "engines.layers",
+    "engines.machine",
+    "engines.profile",
+    "engines.sessions",
+    "engines.store",
+    "engines.tensorrt",
+)
 """The half of `engines` that a serving host imports."""
 
 MAY_IMPORT = {

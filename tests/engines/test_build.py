@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from engines import build as building
-from engines import graph_steps
+from engines import onnxruntime_steps
 from engines.build import BuildError, BuildReport, build
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
@@ -192,15 +192,15 @@ def test_a_partition_that_the_checkpoint_lacks_is_refused_before_anything_is_bui
 
 def test_files_of_replaced_engines_are_removed(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     old = workshop.engine_file("attend")
-    lower = graph_steps.backend.lower
+    lower = onnxruntime_steps.backend.lower
 
     def renamed(model: object) -> object:
         engine = lower(model)  # type: ignore[arg-type]
         engine.producer_name = "another"
         return engine
 
-    monkeypatch.setattr(graph_steps.backend, "lower", renamed)
-    monkeypatch.setattr(graph_steps, "describe_backend", lambda backend: {"source": "another"})
+    monkeypatch.setattr(onnxruntime_steps.backend, "lower", renamed)
+    monkeypatch.setattr(onnxruntime_steps, "describe_backend", lambda backend: {"source": "another"})
     workshop.build()
     assert not old.exists()
     assert workshop.engine_file("attend") != old

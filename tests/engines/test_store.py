@@ -40,8 +40,17 @@ def test_without_a_manifest(workshop: Workshop) -> None:
     (workshop.store / "manifest.json").unlink()
     with pytest.raises(StoreError, match=r"manifest.json: cannot be read: No such file") as refused:
         EngineStore.open(workshop.store)
-    command = f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {workshop.store}"
-    assert str(refused.value).endswith(f"with the profile and the checkpoint's directory put in: {command}")
+    command = f"h3trt engines build --profile {workshop.profile} --checkpoint {workshop.checkpoint}"
+    assert str(refused.value).endswith(f"to go on, run: {command} --store {workshop.store} --resume")
+
+
+def test_without_anything_to_tell_what_it_was_built_from(workshop: Workshop) -> None:
+    (workshop.store / "manifest.json").unlink()
+    (workshop.store / "begun.json").write_text("{}")
+    assert f"{workshop.store}: no build was begun here that could be resumed" in refusal(workshop)
+    (workshop.store / "begun.json").unlink()
+    command = f"h3trt engines build --profile PROFILE --checkpoint CHECKPOINT --store {workshop.store}"
+    assert refusal(workshop).endswith(f"with the profile and the checkpoint's directory put in: {command}")
 
 
 def test_a_missing_store_in_the_usual_place_names_its_profile(tmp_path: Path) -> None:
@@ -58,7 +67,7 @@ def test_a_manifest_that_is_none(workshop: Workshop, content: bytes) -> None:
 
 def test_another_schema_version(workshop: Workshop) -> None:
     edit_manifest(workshop.store, schema_version=99, since="tomorrow")
-    assert "schema version 1 expected, 99 found" in refusal(workshop)
+    assert "schema version 2 expected, 99 found" in refusal(workshop)
 
 
 def test_a_manifest_field_of_the_wrong_kind(workshop: Workshop) -> None:
@@ -128,7 +137,7 @@ def test_another_version_of_the_backend(workshop: Workshop) -> None:
 
 def test_the_command_quotes_what_a_shell_would_split() -> None:
     command = rebuild_command(Path("/data/my store"), "cpu", "/data/my model")
-    assert command == "h3trt engines --profile cpu --checkpoint '/data/my model' --store '/data/my store'"
+    assert command == "h3trt engines build --profile cpu --checkpoint '/data/my model' --store '/data/my store'"
 
 
 def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,17 +86,17 @@ def test_no_server_names_the_command_that_starts_one() -> None:
 def test_a_missing_store_names_the_command_that_builds_it(command: list[str], tmp_path: Path) -> None:
     result = _run(*command, "--store", str(tmp_path / "none"))
     _assert_one_line(
-        result, Exit.ENGINES, f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none"
+        result, Exit.ENGINES, f"h3trt engines build --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none"
     )
 
 
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
-    result = _run("engines", "--checkpoint", str(tmp_path / "none"), "--store", str(tmp_path / "store"))
+    result = _run("engines", "build", "--checkpoint", str(tmp_path / "none"), "--store", str(tmp_path / "store"))
     _assert_one_line(result, Exit.CHECKPOINT, str(tmp_path / "none"))
 
 
 def test_an_unknown_profile_names_the_shipped_ones(tmp_path: Path) -> None:
-    result = _run("engines", "--profile", "none", "--store", str(tmp_path / "store"))
+    result = _run("engines", "build", "--profile", "none", "--store", str(tmp_path / "store"))
     _assert_one_line(result, Exit.USAGE, "none", "cpu")
 
 
@@ -123,7 +123,7 @@ def test_inspect_of_a_file_that_is_no_clip(tmp_path: Path) -> None:
 def test_doctor_says_what_mends_a_missing_store(tmp_path: Path) -> None:
     result = _run("doctor", "--store", str(tmp_path / "none"))
     assert result.exit_code == Exit.SERVER
-    assert f"h3trt engines --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none" in result.stderr
+    assert f"h3trt engines build --profile PROFILE --checkpoint CHECKPOINT --store {tmp_path}/none" in result.stderr
 
 
 def test_doctor_tells_a_missing_package_and_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

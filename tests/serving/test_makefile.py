@@ -79,6 +79,7 @@ def test_paths_and_profiles_arrive_as_they_were_typed(folder: Path) -> None:
     path = "a $(shell touch ran) 'b'"
     assert _make(folder, "engines", f"CHECKPOINT={path}", "PROFILE=x y") == [
         "engines",
+        "build",
         "--profile",
         "x y",
         "--checkpoint",

@@ -56,7 +56,7 @@ class _Channel:
     def send(self, kind: str, value: Any) -> None:
         """Writes one line; TensorRT calls from several threads."""
         with self._lock:
-            print(json.dumps({kind: value}), file=self._file, flush=True)  # noqa: T201  (a pipe, not a terminal)
+            print(json.dumps({kind: value}), file=self._file, flush=True)
 
 
 class _Forward(logging.Handler):

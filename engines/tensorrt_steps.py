@@ -1,0 +1,196 @@
+"""A graph's steps for TensorRT: emit, compare with eager torch, build the plan, and one an instance where baked.
+
+The plan can be built on another machine than the rest: TensorRT-RTX builds for a GPU that is not there, TensorRT times
+its kernels on the one that is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engines import machine
+from engines.backend import BackendMissing, backend_version
+from engines.backends import tensorrt as backend
+from engines.backends.tensorrt.expectation import expected
+from engines.backends.tensorrt.process import build_plan
+from engines.backends.tensorrt.request import Constant, PlanRequest, PlanResult
+from engines.backends.tensorrt.shapes import optimisation_profiles
+from engines.declaration import axes, describe_backend
+from engines.graph_steps import GraphSteps, Records, model_bytes, single_file
+from engines.profile import Partition, Profile
+from engines.steps import RECORDS, Deferred, Product, Step, Work
+from engines.store import FileRecord, PlanRecord
+from engines.weight_table import WeightTable
+from export.bake import bake
+from export.binding import Binding
+from export.graphs.graph import Graph
+
+
+class TensorRTSteps(GraphSteps):
+    """A graph for a profile's GPUs. `reproduce` gives the command that does one step alone."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        binding: Binding,
+        store: Path,
+        profile: Profile,
+        reproduce: Callable[[str], str],
+        work: Work,
+    ) -> None:
+        super().__init__(graph, binding, store)
+        self._profile = profile
+        self._reproduce = reproduce
+        self._work = work
+
+    def steps(self, checkpoint: Mapping[str, Any], exporter: Mapping[str, Any], weights: WeightTable) -> list[Step]:
+        """Emit, compare, plan."""
+        plan = Step(self._last, self._plan_depends_on(), partial(self._do_plan, None), (self._name("emit"),))
+        return [self._emit(checkpoint, exporter), self._compare(exporter, weights, "emit"), plan]
+
+    def bake_steps(self, partition: Partition, weights: WeightTable) -> list[Step]:
+        """A step for each instance, since each one writes its weights."""
+        return [self._bake(partition, instance, weights) for instance in range(len(self.binding.instances))]
+
+    @property
+    def _last(self) -> str:
+        return self._name("plan")
+
+    def _plan(self, records: Records) -> PlanRecord:
+        facts = records[self._last].facts
+        return PlanRecord.model_validate(
+            {**facts, "layers": records[self._last].files[1].model_dump(), "reproduce": self._reproduce(self._last)}
+        )
+
+    def _engine_file(self, records: Records) -> FileRecord:
+        return records[self._last].files[0]
+
+    def _baked_files(self, partition: Partition, records: Records) -> tuple[FileRecord, ...]:
+        return single_file(records, (self._bake_name(partition, i) for i in range(len(self.binding.instances))))
+
+    def _census(self, records: Records) -> dict[str, int]:
+        return records[self._name("emit")].facts["census"]
+
+    def _bake_name(self, partition: Partition, instance: int) -> str:
+        return self._name(f"bake.{partition}.{instance}")
+
+    def _bake(self, partition: Partition, instance: int, weights: WeightTable) -> Step:
+        bound = self.binding.instances[instance]
+        depends_on = {
+            **self._plan_depends_on(),
+            "regions": weights.regions(bound),
+            "files": weights.identities([bound]),
+        }
+        requires = (self._name("emit"), *weights.made_by([bound]))
+        return Step(
+            self._bake_name(partition, instance),
+            depends_on,
+            partial(self._do_plan, (partition, instance)),
+            requires,
+        )
+
+    def _plan_depends_on(self) -> dict[str, Any]:
+        return {
+            "backend": self._profile.backend,
+            "version": _installed(self._profile),
+            "capabilities": self._capabilities,
+            "profiles": [{n: r.model_dump() for n, r in ranges.items()} for ranges in self._ranges],
+            "workspace": self._workspace,
+            "source": describe_backend(backend),
+        }
+
+    def _do_plan(self, baked: tuple[Partition, int] | None, records: Records) -> Product:
+        if reason := _put_off(self._profile):
+            raise Deferred(reason)
+        name = self._last if baked is None else self._bake_name(*baked)
+        work = self._work.directory(name)
+        plan = work / "plan"
+        result = build_plan(self._request(records, work, baked), plan, partial(self._work.report, name))
+        return self._product(result, plan, baked)
+
+    def _request(self, records: Records, work: Path, baked: tuple[Partition, int] | None) -> PlanRequest:
+        assert self._profile.backend != "onnxruntime"  # the profile of these steps is on GPUs
+        constants = {} if baked is None else self._constants(baked[1])
+        return PlanRequest(
+            graph=self.graph.name,
+            flavour=self._profile.backend,
+            model=self._model_file(records, "emit") if baked is None else self._bake_model(records, work, baked[1]),
+            capabilities=self._capabilities,
+            profiles=self._ranges,
+            constants=constants,
+            workspace_bytes=self._workspace,
+            timing_cache=self._store / RECORDS / "timing.cache",
+            expected=expected(self._model(records, "emit")),
+        )
+
+    def _bake_model(self, records: Records, work: Path, instance: int) -> Path:
+        file = work / "baked.onnx"
+        file.write_bytes(model_bytes(bake(self._emitted(records, "emit"), instance)))
+        return file
+
+    def _constants(self, instance: int) -> dict[str, Constant]:
+        bound = self.binding.instances[instance]
+        return {name: Constant(file=s.file, offset=s.offset, nbytes=s.nbytes) for name, s in bound.items()}
+
+    def _product(self, result: PlanResult, plan: Path, baked: tuple[Partition, int] | None) -> Product:
+        layers = json.dumps([layer.model_dump(mode="json") for layer in result.layers], indent=1).encode()
+        facts = {
+            "capabilities": self._capabilities,
+            "profiles": [{n: r.model_dump() for n, r in ranges.items()} for ranges in self._ranges],
+            **result.model_dump(mode="json", include=set(PlanRecord.model_fields) & set(PlanResult.model_fields)),
+        }
+        facts.pop("layers")
+        directory, suffix = ("engines", "") if baked is None else (f"engines/{baked[0]}", f".{baked[1]}")
+        return Product(
+            facts,
+            {
+                self._path(directory, f"{suffix}.plan"): plan,
+                self._path(directory, f"{suffix}.layers.json"): layers,
+            },
+        )
+
+    @property
+    def _workspace(self) -> int:
+        assert self._profile.device is not None  # a profile on GPUs has one
+        return self._profile.device.memory_bytes
+
+    @property
+    def _capabilities(self) -> tuple[str, ...]:
+        assert self._profile.device is not None  # a profile on GPUs has one
+        return (self._profile.device.capability,)
+
+    @property
+    def _ranges(self) -> tuple[dict[str, Any], ...]:
+        named = axes(self.graph, self.binding)
+        shapes: dict[str, tuple[int, ...]] = dict(self._profile.shapes)
+        if self._profile.row_chunk:
+            shapes["chunk_rows"] = (self._profile.row_chunk,)
+        return optimisation_profiles(named, shapes)
+
+
+def _installed(profile: Profile) -> str | None:
+    try:
+        return backend_version(profile.backend)
+    except BackendMissing:
+        return None
+
+
+def _put_off(profile: Profile) -> str | None:
+    """Why this machine cannot build the profile's plans; None if it can."""
+    try:
+        backend_version(profile.backend)
+    except BackendMissing as missing:
+        return str(missing)
+    if profile.backend == "tensorrt_rtx":
+        return None
+    assert profile.device is not None  # a profile on GPUs has one
+    found = machine.gpu_capabilities()[:1]
+    if found == (profile.device.capability,):
+        return None
+    here = f"GPU 0 here has {found[0]}" if found else "there is no GPU here"
+    wanted = f"{profile.device.title} (compute capability {profile.device.capability})"
+    return f"TensorRT times its kernels on the GPU that they are for, {wanted}; {here}"
