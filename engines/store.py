@@ -30,9 +30,21 @@ LOCK = ".lock"
 BEGUN = "begun.json"
 """What a store was begun with."""
 
-Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
+WEIGHTS = "weights"
+"""Directory of a store that its files of quantised weights are in."""
 
-ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+Dtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32", "uint8", "bool"]
+
+ITEM_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
 
 _HEADER_LIMIT = 100 << 20
 """Largest header that the safetensors format allows, in bytes."""

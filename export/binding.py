@@ -52,7 +52,8 @@ def bind(graph: Graph) -> Binding:
         _weight_input(graph, name, column, declared.get(column[0].key))
         for name, column in zip(names, columns, strict=True)
     ]
-    instances = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    # Counted by the graph's weights, not by the columns: a graph without weights has instances too.
+    instances = (dict(zip(names, (c[i] for c in columns), strict=True)) for i in range(len(graph.weights)))
     return Binding(tuple(inputs), tuple(instances))
 
 

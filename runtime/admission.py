@@ -22,10 +22,10 @@ from functools import partial
 from engines import machine
 from engines.store import Manifest
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, TIMESTEP_SLOTS, Dimensions
-from runtime.contract import SECONDS_MAXIMUM, SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_MULTIPLE, SIDE_RATIO_MAXIMUM
+from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
+from runtime.contract import SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_RATIO_MAXIMUM
 from runtime.refusal import RequestError
 from runtime.request import Resolved
-from runtime.shape import Shape, legal_frames
 
 FLOAT = 4
 """Bytes of an activation."""
@@ -49,6 +49,9 @@ ROW_ATTENTION = 9
 
 Measured for a block: 10,940 floats a row at 8,000 rows, 10,730 at 18,788; counted: 10,690.
 """
+
+SEGMENTS_HIDDEN = 3
+"""Arrays [S, hidden] beside a block in segments: what the prologue made, and two that blocks read and write in turn."""
 
 ROW_FEED_FORWARD = 5
 """Arrays [S, ffn]: both halves as one product, each half apart, activated, multiplied."""
@@ -123,13 +126,14 @@ class MemoryModel:
     """What requests cost at one checkpoint's sizes, and what this server lets one cost.
 
     budget: bytes. rows_maximum: packed rows that the engines were built for. tile_features: the widest layer of the
-    video decoder.
+    video decoder. row_chunk: the most rows that a block's row-local parts see at once, 0 where a block runs whole.
     """
 
     dimensions: Dimensions
     budget: int
     rows_maximum: int
     tile_features: int
+    row_chunk: int = 0
 
     @staticmethod
     def of(manifest: Manifest) -> MemoryModel:
@@ -138,8 +142,9 @@ class MemoryModel:
         return MemoryModel(
             manifest.dimensions,
             manifest.profile.memory_budget(machine.memory_bytes()),
-            rows_maximum=manifest.graphs["block"].axes["rows"].maximum,
+            rows_maximum=manifest.graphs["prologue"].axes["rows"].maximum,
             tile_features=max(int(weight.shape[0]) for weight in decoder if len(weight.shape) > 1),
+            row_chunk=manifest.profile.row_chunk,
         )
 
     def estimate(self, load: Load) -> Estimate:
@@ -219,11 +224,15 @@ class MemoryModel:
 
     def _denoise(self, load: Load) -> int:
         size = self.dimensions.denoiser
-        row = ROW_HIDDEN * size.hidden + max(ROW_ATTENTION * size.inner, ROW_FEED_FORWARD * size.ffn)
+        local = ROW_HIDDEN * size.hidden + max(ROW_ATTENTION * size.inner, ROW_FEED_FORWARD * size.ffn)
+        if self.row_chunk:
+            row, chunk = SEGMENTS_HIDDEN * size.hidden + ROW_ATTENTION * size.inner, local * self.row_chunk
+        else:
+            row, chunk = local, 0
         # State, velocity and their rows' copies around a step.
         latents = 4 * (size.video_row + size.audio_channels)
         block = 4 * size.hidden * size.inner + 3 * size.hidden * size.ffn
-        return FLOAT * (load.rows * (row + latents) + max(block, size.time_dim * size.adaln_features))
+        return FLOAT * (load.rows * (row + latents) + chunk + max(block, size.time_dim * size.adaln_features))
 
     def _decode(self, load: Load) -> int:
         video, shape = self.dimensions.video_vae, load.shape

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
 from engines.store import Partition
+from runtime.block import Blocks, open_blocks
 from runtime.events import Cancellation, Reporter
 from runtime.packing import Layout, rotary_tables
 from runtime.sampler import euler_step
@@ -59,17 +61,25 @@ class ModulationCache:
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """What a request's forwards share: text rows [L, hidden], the row layout, rotary cos and sin [S, 48] float32."""
+    """What a request's forwards share, on the engines' device.
+
+    text_rows [L, hidden]; row_order, timestep_index and modulation_index [S] int64, as in the layout; rotary cos and
+    sin [S, 48] float32; target_video and target_audio: the generated rows of the packed sequence.
+    """
 
     text_rows: torch.Tensor
-    layout: Layout
+    row_order: torch.Tensor
+    timestep_index: torch.Tensor
+    modulation_index: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    target_video: slice
+    target_audio: slice
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The rows being denoised, float32 in packed row layout: video [Nv, 96] and audio [2A, 32]."""
+    """The rows being denoised, float32 in packed row layout on one device: video [Nv, 96] and audio [2A, 32]."""
 
     video: torch.Tensor
     audio: torch.Tensor
@@ -85,21 +95,38 @@ class Denoiser:
         self._dimensions = engines.manifest.dimensions.denoiser
 
     def sequence(self, text: torch.Tensor, layout: Layout) -> Sequence:
-        """Everything independent of state and timestep, from conditioning [L, text_dim]: computed once a request."""
-        dimensions = self._dimensions
+        """Everything independent of state and timestep, from conditioning [L, text_dim]: computed once a request.
+
+        Conditioning may come in the text encoder's dtype; it is cast to the one that `context` takes.
+        """
+        dimensions, device = self._dimensions, self._engines.device
+        (spec,) = self._engines.manifest.graphs["context"].inputs
         cos, sin = rotary_tables(layout.position_ids, dimensions.rope_frequencies, dimensions.rope_theta)
-        return Sequence(self._run("context", {"text": text})["text_rows"], layout, cos, sin)
+        return Sequence(
+            self._run("context", {"text": text.to(device, TORCH[spec.dtype])})["text_rows"],
+            layout.row_order.to(device),
+            layout.timestep_index.to(device),
+            layout.modulation_index.to(device),
+            cos.to(device),
+            sin.to(device),
+            layout.target_video,
+            layout.target_audio,
+        )
 
     def sample(
         self, sequence: Sequence, schedule: Schedule, state: State, report: Reporter, cancellation: Cancellation
     ) -> Iterator[State]:
-        """Yields the state after each Euler step; the last one is the clean latents' rows.
+        """Yields the state after each Euler step, on the engines' device; the last one is the clean latents' rows.
 
         Raises `Cancelled` between blocks once `cancellation` is set.
         """
+        device = self._engines.device
+        state = State(state.video.to(device), state.audio.to(device))
+        rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
+        blocks = open_blocks(self._engines, self._partition, rows)
         report("denoise", 0, schedule.forwards)
         for step, timesteps in enumerate(schedule.slots()):
-            video, audio = self._velocity(sequence, self.modulation(timesteps), state, cancellation)
+            video, audio = self._velocity(sequence, blocks, self.modulation(timesteps), state, cancellation)
             state = State(
                 euler_step(schedule.video, step, state.video, video),
                 euler_step(schedule.audio, step, state.audio, audio),
@@ -117,19 +144,17 @@ class Denoiser:
         return table
 
     def _velocity(
-        self, sequence: Sequence, modulation: Modulation, state: State, cancellation: Cancellation
+        self, sequence: Sequence, blocks: Blocks, modulation: Modulation, state: State, cancellation: Cancellation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = sequence.layout
         rows = {"video_rows": state.video, "audio_rows": state.audio, "text_rows": sequence.text_rows}
-        hidden = self._run("prologue", {**rows, "row_order": layout.row_order})["hidden"]
-        shared = {"modulation_index": layout.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
+        hidden = self._run("prologue", {**rows, "row_order": sequence.row_order})["hidden"]
         for index, table in enumerate(modulation.blocks):
             cancellation.raise_if_cancelled(f"transformer block {index + 1} of {len(modulation.blocks)}")
-            hidden = self._run("block", {"hidden": hidden, "modulation": table, **shared}, index)["hidden_out"]
-        head = {"hidden": hidden, "modulation": modulation.head, "timestep_index": layout.timestep_index}
+            hidden = blocks.run(index, hidden, table)
+        head = {"hidden": hidden, "modulation": modulation.head, "timestep_index": sequence.timestep_index}
         velocity = self._run("epilogue", head)["velocity"]
         width = self._dimensions.video_row
-        return velocity[layout.target_video, :width], velocity[layout.target_audio, width:]
+        return velocity[sequence.target_video, :width], velocity[sequence.target_audio, width:]
 
     def _compute_modulation(self, timesteps: torch.Tensor) -> Modulation:
         embedding = self._run("modulation.time", {"timesteps": timesteps})["embedding"]

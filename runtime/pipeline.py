@@ -6,13 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore, Manifest
 from runtime.admission import MemoryModel
+from runtime.block import block_graphs
 from runtime.decode import decode_audio, decode_video
 from runtime.denoiser import Denoiser, ModulationCache, State
 from runtime.encoder import TextEncoder
@@ -27,12 +28,7 @@ from runtime.text import Tokenizer
 
 PipelineStage = Literal["encode", "denoise", "decode"]
 
-STAGE_GRAPHS: Mapping[PipelineStage, tuple[str, ...]] = {
-    "encode": ("text_encoder.embedding", "text_encoder.layer"),
-    "denoise": ("context", "modulation.time", "modulation.adaln", "prologue", "block", "epilogue"),
-    "decode": ("video_decoder_tile", "audio_decoder"),
-}
-"""Engines that each stage runs; a process that serves one stage opens only its own."""
+STAGES: tuple[PipelineStage, ...] = get_args(PipelineStage)
 
 Progress = Callable[[Event], None]
 
@@ -50,10 +46,10 @@ class Pipeline:
         self._denoiser = Denoiser(engines, "fl2va", cache)
 
     @classmethod
-    def open(cls, store: str | Path, stages: Collection[PipelineStage] = ("encode", "denoise", "decode")) -> Pipeline:
+    def open(cls, store: str | Path, stages: Collection[PipelineStage] = STAGES) -> Pipeline:
         """Opens the engines of `stages`. Raises StoreError when the store cannot be served from."""
         opened = EngineStore.open(store)
-        graphs = [graph for stage in STAGE_GRAPHS if stage in stages for graph in STAGE_GRAPHS[stage]]
+        graphs = [graph for stage in STAGES if stage in stages for graph in stage_graphs(opened.manifest)[stage]]
         return cls(EngineSet.open(opened, graphs=graphs), Tokenizer(opened.tokenizer_file))
 
     @property
@@ -172,6 +168,16 @@ class Pipeline:
             return self._engines.run("audio_decoder", {"latents": latents})["waveform"]
 
         return decode_audio(audio, run, self._dimensions.audio_vae)
+
+
+def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
+    """The engines of a store that each stage runs; a process that serves one stage opens only its own."""
+    blocks = block_graphs(manifest)
+    return {
+        "encode": ("text_encoder.embedding", "text_encoder.layer"),
+        "denoise": ("context", "modulation.time", "modulation.adaln", "prologue", *blocks, "epilogue"),
+        "decode": ("video_decoder_tile", "audio_decoder"),
+    }
 
 
 def _latent_grid(resolved: Resolved) -> tuple[int, int, int]:

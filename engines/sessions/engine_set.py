@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
 
-import numpy as np
-import onnxruntime as ort
 import torch
-from numpy.typing import NDArray
 
+from engines.sessions.backend import open_backend
 from engines.sessions.dtypes import TORCH
-from engines.sessions.onnxruntime import Session
-from engines.sessions.weights import MappedWeights
-from engines.store import EngineRecord, EngineStore, FileRecord, Manifest, Partition, Region, TensorRecord
+from engines.store import EngineRecord, EngineStore, Manifest, Partition, TensorRecord
 
 
 class EngineInputError(ValueError):
     """A call that does not fit the engine; says graph, name, what was expected and what was found."""
 
 
-class _Key(NamedTuple):
-    """What a session or a set of weights is for; an engine with bound weights is for all partitions and instances."""
-
-    graph: str
-    partition: Partition | None = None
-    instance: int | None = None
-
-
 class EngineSet:
-    """The engines of some graphs and partitions of a store. One call runs at a time; others wait.
-
-    A session is opened when its graph first runs, and a weight is mapped when it is first bound.
-    """
+    """The engines of some graphs and partitions of a store. One call runs at a time; others wait."""
 
     def __init__(self, store: EngineStore, graphs: Iterable[str], partitions: Iterable[Partition]) -> None:
+        self.root: Path = store.root
         self.manifest: Manifest = store.manifest
-        # Read now: the next build may replace the store's files while this set is in use.
-        self._baked = self.manifest.profile.weights == "baked"
-        self._partitions = tuple(partitions)
-        self._engines = {key: store.read(file) for key, file in self._files(graphs)}
-        self._threads = self.manifest.profile.thread_count()
-        self._mapped = MappedWeights(self.manifest.weight_files)
-        self._weights: dict[_Key, dict[str, ort.OrtValue]] = {}
-        self._sessions: dict[_Key, Session] = {}
+        self._graphs, self._partitions = tuple(graphs), tuple(partitions)
+        self._backend = open_backend(store, self._graphs, self._partitions)
         self._lock = threading.Lock()
+
+    @property
+    def device(self) -> torch.device:
+        """Where outputs are, and where inputs are read without being copied."""
+        return self._backend.device
 
     @staticmethod
     def open(
@@ -73,69 +58,59 @@ class EngineSet:
         inputs: Mapping[str, torch.Tensor],
         instance: int = 0,
         partition: Partition = "fl2va",
+        outputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
-        """Runs one instance of a graph on CPU tensors of the shapes and dtypes in the manifest.
+        """Runs one instance of a graph on tensors of the shapes and dtypes in the manifest.
 
-        Contiguous inputs are read where they are. The outputs are CPU tensors that own their memory.
+        Contiguous inputs on `device` are read where they are; others are copied to it. The outputs are on `device`;
+        those that `outputs` has a tensor for are written there, the others own their memory.
 
         Raises:
-            EngineInputError: an unknown graph, partition or instance; a missing or unknown input; a wrong dtype,
-                device or shape.
+            EngineInputError: an unknown graph, partition or instance; a missing or unknown input; an unknown output;
+                a wrong dtype, device, layout or shape.
         """
         self._check_target(graph, instance, partition)
-        _check_inputs(graph, self.manifest.graphs[graph], inputs)
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in inputs.items()}
+        self._check_tensors(graph, inputs, outputs)
+        placed = {name: tensor.detach().to(self.device).contiguous() for name, tensor in inputs.items()}
         with self._lock:
-            session = self._session(graph, instance, partition)
-            weights = {} if self._baked else self._bound(graph, instance, partition)
-            return session.run(contiguous, weights)
+            return self._backend.run(graph, placed, instance, partition, outputs)
 
     def warm(self) -> None:
-        """Opens every session and maps every weight now, which the first run of each would otherwise do."""
+        """Does now what the first run of each engine would otherwise wait for."""
         with self._lock:
-            for partition in self._partitions:
-                for graph in dict.fromkeys(key.graph for key in self._engines):
-                    for instance in range(self.manifest.graphs[graph].instances):
-                        self._session(graph, instance, partition)
-                        if not self._baked:
-                            self._bound(graph, instance, partition)
+            self._backend.warm()
 
-    def _files(self, graphs: Iterable[str]) -> Iterator[tuple[_Key, FileRecord]]:
-        for name in graphs:
-            engine = self.manifest.graphs[name]
-            if self._baked:
-                yield from ((_Key(name, p, i), f) for p in self._partitions for i, f in enumerate(engine.baked[p]))
-            else:
-                yield _Key(name), engine.file
-
-    def _session(self, graph: str, instance: int, partition: Partition) -> Session:
-        """One session a graph, shared by all instances; with baked weights one for each of them."""
-        key = _Key(graph, partition, instance) if self._baked else _Key(graph)
-        if key not in self._sessions:
-            files = self._weight_files(graph, instance, partition) if self._baked else {}
-            self._sessions[key] = Session(self._engines[key], self._threads, files)
-        return self._sessions[key]
-
-    def _weight_files(self, graph: str, instance: int, partition: Partition) -> dict[str, NDArray[np.uint8]]:
-        """The files that a baked engine's weights lie in, by the location it names them with."""
-        used = {region.file for region in self.manifest.bindings[partition][graph][instance].values()}
-        return {Path(self.manifest.weight_files[i].path).name: self._mapped.file(i) for i in sorted(used)}
-
-    def _bound(self, graph: str, instance: int, partition: Partition) -> dict[str, ort.OrtValue]:
-        key = _Key(graph, partition, instance)
-        if key not in self._weights:
-            regions: Mapping[str, Region] = self.manifest.bindings[partition][graph][instance]
-            weights = self.manifest.graphs[graph].weights
-            self._weights[key] = {w.name: self._mapped.value(regions[w.name], w.dtype) for w in weights}
-        return self._weights[key]
+    def empty(self, spec: TensorRecord) -> torch.Tensor:
+        """An uninitialised tensor of that dtype and shape on `device`; the shape must have no named axis left."""
+        sizes = [size for size in spec.shape if not isinstance(size, str)]
+        _require(len(sizes) == len(spec.shape), f"tensor {spec.name}: shape {list(spec.shape)} has no fixed size")
+        return torch.empty(sizes, dtype=TORCH[spec.dtype], device=self.device)
 
     def _check_target(self, graph: str, instance: int, partition: Partition) -> None:
-        opened = sorted({key.graph for key in self._engines})
+        opened = sorted(self._graphs)
         _require(graph in opened, f"graph {graph!r} is not open; open graphs: {', '.join(opened)}")
         known = ", ".join(self._partitions)
         _require(partition in self._partitions, f"partition {partition!r} is not open; open partitions: {known}")
         count = self.manifest.graphs[graph].instances
         _require(0 <= instance < count, f"graph {graph}: instance {instance}: must be from 0 to {count - 1}")
+
+    def _check_tensors(
+        self, graph: str, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        engine = self.manifest.graphs[graph]
+        sizes: dict[str, int] = {}
+        _check_names(f"graph {graph}: inputs", engine.inputs, inputs)
+        for spec in engine.inputs:
+            place, tensor = f"graph {graph}: input {spec.name}", inputs[spec.name]
+            _check_tensor(place, spec, tensor, {"cpu", self.device.type})
+            _check_axes(place, engine, spec, tensor, sizes)
+        given = [spec for spec in engine.outputs if spec.name in outputs]
+        _check_names(f"graph {graph}: outputs", given, outputs)
+        for spec in given:
+            place, tensor = f"graph {graph}: output {spec.name}", outputs[spec.name]
+            _check_tensor(place, spec, tensor, {self.device.type})
+            _check_axes(place, engine, spec, tensor, sizes)
+            _require(tensor.is_contiguous(), f"{place}: a contiguous tensor expected")
 
 
 def _check_present(kind: str, wanted: Iterable[str], present: Iterable[str], store: Path) -> None:
@@ -144,18 +119,15 @@ def _check_present(kind: str, wanted: Iterable[str], present: Iterable[str], sto
         _require(name in known, f"{kind} {name!r} is not in {store}; it has: {', '.join(known)}")
 
 
-def _check_inputs(graph: str, engine: EngineRecord, inputs: Mapping[str, torch.Tensor]) -> None:
-    expected = [spec.name for spec in engine.inputs]
-    missing, unknown = [n for n in expected if n not in inputs], [n for n in inputs if n not in expected]
-    _require(not missing and not unknown, f"graph {graph}: inputs missing: {missing}, unknown: {unknown}")
-    sizes: dict[str, int] = {}
-    for spec in engine.inputs:
-        _check_tensor(f"graph {graph}: input {spec.name}", spec, inputs[spec.name])
-        _check_axes(f"graph {graph}: input {spec.name}", engine, spec, inputs[spec.name], sizes)
+def _check_names(place: str, specs: Iterable[TensorRecord], tensors: Mapping[str, torch.Tensor]) -> None:
+    expected = [spec.name for spec in specs]
+    missing, unknown = [n for n in expected if n not in tensors], [n for n in tensors if n not in expected]
+    _require(not missing and not unknown, f"{place} missing: {missing}, unknown: {unknown}")
 
 
-def _check_tensor(place: str, spec: TensorRecord, tensor: torch.Tensor) -> None:
-    _require(tensor.device.type == "cpu", f"{place}: a CPU tensor expected, found one on {tensor.device}")
+def _check_tensor(place: str, spec: TensorRecord, tensor: torch.Tensor, devices: set[str]) -> None:
+    kinds = " or ".join(sorted(kind.upper() for kind in devices))
+    _require(tensor.device.type in devices, f"{place}: a {kinds} tensor expected, found one on {tensor.device}")
     _require(tensor.dtype == TORCH[spec.dtype], f"{place}: {spec.dtype} expected, found {tensor.dtype}")
     shape = tuple(tensor.shape)
     fits = len(shape) == len(spec.shape) and all(

@@ -1,8 +1,9 @@
-"""One ONNX Runtime session on the CPU: inputs and weights by address, outputs as torch tensors."""
+"""ONNX Runtime on the CPU: inputs, weights and outputs by address, or outputs as torch tensors of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -11,10 +12,84 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
+from engines.sessions.backend import EngineKey, Opening
 from engines.sessions.dtypes import ONNX_TYPE, TORCH
-from engines.store import Dtype
+from engines.sessions.weights import MappedWeights
+from engines.store import Dtype, FileRecord, Partition, Region
 
 _NAMES: dict[torch.dtype, Dtype] = {kind: name for name, kind in TORCH.items()}
+
+
+class OnnxRuntimeEngines:
+    """The engines of a store in this process.
+
+    A session is opened when its graph first runs, and a weight is mapped when it is first bound.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, opening: Opening) -> None:
+        self._manifest = opening.store.manifest
+        self._partitions = opening.partitions
+        self._graphs = opening.graphs
+        self._baked = self._manifest.profile.weights == "baked"
+        # Read now: the next build may replace the store's files while these engines are in use.
+        self._engines = {key: opening.store.read(file) for key, file in self._files()}
+        self._threads = self._manifest.profile.thread_count()
+        self._mapped = MappedWeights(self._manifest.weight_files)
+        self._weights: dict[EngineKey, dict[str, ort.OrtValue]] = {}
+        self._sessions: dict[EngineKey, Session] = {}
+
+    def run(
+        self,
+        graph: str,
+        inputs: Mapping[str, torch.Tensor],
+        instance: int,
+        partition: Partition,
+        outputs: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Every output by name, on the CPU."""
+        session = self._session(graph, instance, partition)
+        weights = {} if self._baked else self._bound(graph, instance, partition)
+        return session.run(inputs, weights, outputs)
+
+    def warm(self) -> None:
+        """Opens every session and maps every weight."""
+        for partition in self._partitions:
+            for graph in self._graphs:
+                for instance in range(self._manifest.graphs[graph].instances):
+                    self._session(graph, instance, partition)
+                    if not self._baked:
+                        self._bound(graph, instance, partition)
+
+    def _files(self) -> Iterator[tuple[EngineKey, FileRecord]]:
+        for name in self._graphs:
+            engine = self._manifest.graphs[name]
+            if self._baked:
+                yield from ((EngineKey(name, p, i), f) for p in self._partitions for i, f in enumerate(engine.baked[p]))
+            else:
+                yield EngineKey(name), engine.file
+
+    def _session(self, graph: str, instance: int, partition: Partition) -> Session:
+        """One session a graph, shared by all instances; with baked weights one for each of them."""
+        key = EngineKey(graph, partition, instance) if self._baked else EngineKey(graph)
+        if key not in self._sessions:
+            files = self._weight_files(graph, instance, partition) if self._baked else {}
+            self._sessions[key] = Session(self._engines[key], self._threads, files)
+        return self._sessions[key]
+
+    def _weight_files(self, graph: str, instance: int, partition: Partition) -> dict[str, NDArray[np.uint8]]:
+        """The files that a baked engine's weights lie in, by the location it names them with."""
+        used = {region.file for region in self._manifest.bindings[partition][graph][instance].values()}
+        return {Path(self._manifest.weight_files[i].path).name: self._mapped.file(i) for i in sorted(used)}
+
+    def _bound(self, graph: str, instance: int, partition: Partition) -> dict[str, ort.OrtValue]:
+        key = EngineKey(graph, partition, instance)
+        if key not in self._weights:
+            regions: Mapping[str, Region] = self._manifest.bindings[partition][graph][instance]
+            weights = self._manifest.graphs[graph].weights
+            self._weights[key] = {w.name: self._mapped.value(regions[w.name], w.dtype) for w in weights}
+        return self._weights[key]
 
 
 class Session:
@@ -30,19 +105,32 @@ class Session:
         self._session = ort.InferenceSession(engine, options, providers=["CPUExecutionProvider"])
         self._outputs = [output.name for output in self._session.get_outputs()]
 
-    def run(self, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, ort.OrtValue]) -> dict[str, torch.Tensor]:
-        """Outputs by name, for contiguous CPU tensors; each output owns its memory."""
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        weights: Mapping[str, ort.OrtValue],
+        outputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> dict[str, torch.Tensor]:
+        """Outputs by name, for contiguous CPU tensors; what is not given in `outputs` owns its memory."""
         binding = ort.IOBinding(self._session)
         for name, value in weights.items():
             binding.bind_ortvalue_input(name, value)
         for name, tensor in inputs.items():
-            dtype = ONNX_TYPE[_NAMES[tensor.dtype]]
-            binding.bind_input(name, "cpu", 0, dtype, tuple(tensor.shape), tensor.data_ptr())
+            binding.bind_input(name, "cpu", 0, *_bound_to(tensor))
         for name in self._outputs:
-            binding.bind_output(name)
+            if name in outputs:
+                binding.bind_output(name, "cpu", 0, *_bound_to(outputs[name]))
+            else:
+                binding.bind_output(name)
         self._session.run_with_iobinding(binding, _run_options())
         values = binding.get_outputs_as_ortvaluevector()
-        return {name: from_dlpack(values.dlpack_at(i)) for i, name in enumerate(self._outputs)}
+        made = {n: from_dlpack(values.dlpack_at(i)) for i, n in enumerate(self._outputs) if n not in outputs}
+        return {**made, **outputs}
+
+
+def _bound_to(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], int]:
+    """Element type, shape and address, as a binding takes them."""
+    return ONNX_TYPE[_NAMES[tensor.dtype]], tuple(tensor.shape), tensor.data_ptr()
 
 
 def session_options(threads: int) -> ort.SessionOptions:

@@ -37,43 +37,68 @@ class Projections(nn.ModuleDict):
         return qkv.unflatten(-1, (self.heads, 3 * self.head_dim)).chunk(3, dim=-1)
 
 
-class SelfAttention(nn.Module):
-    """Bidirectional attention with RMS-normed queries and keys (spec/model.md 2.2)."""
+class AttentionInputs(nn.Module):
+    """What attention takes of rows: projected queries, keys and values, the first two RMS-normed and rotated."""
 
     def __init__(self, dimensions: DenoiserDimensions, layout: QKVLayout, compute: torch.dtype) -> None:
         super().__init__()
         self.project = Projections(dimensions.hidden, dimensions.heads, dimensions.head_dim, layout, compute)
         self.query_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
         self.key_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
+
+    def inputs(self, x: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows [S, D] to query, key and value, each [S, heads, head_dim]; a row's depend on that row alone."""
+        query, key, value = self.project(x)
+        return rotate(self.query_norm(query), rotary), rotate(self.key_norm(key), rotary), value
+
+
+class AttentionOutput(nn.Module):
+    """The projection of what attention has mixed."""
+
+    def __init__(self, dimensions: DenoiserDimensions, compute: torch.dtype) -> None:
+        super().__init__()
         self.out = nn.Linear(dimensions.inner, dimensions.hidden, bias=False, dtype=compute)
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    def forward(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Mixed values [S, heads * head_dim] to rows [S, D]."""
+        result: torch.Tensor = self.out(mixed)
+        return result
+
+
+class SelfAttention(AttentionInputs):
+    """Bidirectional attention with RMS-normed queries and keys (spec/model.md 2.2), without rotation."""
+
+    def __init__(self, dimensions: DenoiserDimensions, layout: QKVLayout, compute: torch.dtype) -> None:
+        super().__init__(dimensions, layout, compute)
+        self.out = nn.Linear(dimensions.inner, dimensions.hidden, bias=False, dtype=compute)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [S, D] to rows [S, D]."""
-        query, key, value = self.project(x)
-        return self.out(attend(self.query_norm(query), self.key_norm(key), value, rotary))
+        return self.out(attend(*self.inputs(x, None)))
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """Rotates queries and keys and mixes values over all rows: three of [S, heads, head_dim] to [S, heads * head_dim].
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Bidirectional attention over all rows: three of [S, heads, head_dim] to [S, heads * head_dim].
 
     TensorRT has no fused kernel for float32, nor for a single head, and is told that it may do without one there.
     """
     heads, head_dim = query.shape[1:]
     decomposable = int(query.dtype == torch.float32 or heads == 1)
-    query, key = (rotate(_heads_first(x), rotary) for x in (query, key))
-    result = ATTENTION(query, key, _heads_first(value), head_dim**-0.5, decomposable)
+    query, key, value = (_heads_first(x) for x in (query, key, value))
+    result = ATTENTION(query, key, value, head_dim**-0.5, decomposable)
     return result.squeeze(0).transpose(0, 1).flatten(1)
 
 
 def rotate(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """Rotates the leading channels of x [1, heads, S, head_dim] by halves; the rest pass through.
+    """Rotates the leading channels of x [S, heads, head_dim] by halves; the rest pass through.
 
     The angles' cos and sin are rounded to x's dtype for use, as upstream does.
     """
     if rotary is None:
         return x
     cos, sin = (table.to(x.dtype).unsqueeze(0) for table in rotary)
-    return torch.onnx.ops.rotary_embedding(x, cos, sin, rotary_embedding_dim=2 * cos.shape[-1])
+    rotated = torch.onnx.ops.rotary_embedding(_heads_first(x), cos, sin, rotary_embedding_dim=2 * cos.shape[-1])
+    return rotated.squeeze(0).transpose(0, 1)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,81 @@
-"""One transformer block of the denoiser: the graph that runs once for each layer of every step."""
+"""One transformer block of the denoiser, which runs once for each layer of every step: whole, or as three segments.
+
+The segments are what a block is made of. Two of them work row by row, and may be given the sequence in chunks: their
+inner rows, the feed-forward's above all, then take the memory of one chunk. Attention sees the whole sequence. What
+passes between the segments is laid out by rows, [rows, heads, head_dim], so that a chunk is a slice of it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from export.checkpoint import Checkpoint
-from export.graphs.attention import SelfAttention
+from export.checkpoint.expressions import Stored
+from export.graphs.attention import AttentionInputs, AttentionOutput, attend
 from export.graphs.block_layout import BlockLayout, block_layout
 from export.graphs.feed_forward import FeedForward
-from export.graphs.graph import Graph, TensorSpec
-from export.graphs.rows import ROWS
+from export.graphs.graph import Axis, Graph, TensorSpec
+from export.graphs.rows import CHUNK_ROWS, ROWS
 from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions
 from plugins.ops.modulated_rms_norm import OP as MODULATED_RMS_NORM
+
+TABLE_ROWS = TIMESTEP_SLOTS * MODALITIES
+"""Rows of a block's modulation table."""
+
+
+class Project(nn.Module):
+    """Modulated norm, projections, norms of queries and keys, rotation: what attention takes, row by row."""
+
+    def __init__(self, dimensions: DenoiserDimensions, layout: BlockLayout, compute: torch.dtype) -> None:
+        super().__init__()
+        # Only the norm's weight is its own: the op that runs is the fused one.
+        self.norm1 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
+        self.attention = AttentionInputs(dimensions, layout.qkv, compute)
+        self.eps = dimensions.norm_eps
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        modulation: torch.Tensor,
+        modulation_index: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden [R, D] to query, key and value, each [R, heads, head_dim]."""
+        shift, scale = modulation.chunk(6, dim=-1)[:2]
+        x = MODULATED_RMS_NORM(hidden, self.norm1.weight, scale, shift, modulation_index, self.eps)
+        return self.attention.inputs(x, (cos, sin))
+
+
+class Attend(nn.Module):
+    """Attention over the whole sequence; has no weights."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]."""
+        return attend(query, key, value)
+
+
+class Finish(nn.Module):
+    """Output projection and feed-forward, each with its gated residual, row by row."""
+
+    def __init__(self, dimensions: DenoiserDimensions, layout: BlockLayout, compute: torch.dtype) -> None:
+        super().__init__()
+        self.attention = AttentionOutput(dimensions, compute)
+        self.norm2 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
+        self.feed_forward = FeedForward(dimensions.hidden, dimensions.ffn, layout.gate_first, compute)
+        self.eps = dimensions.norm_eps
+
+    def forward(
+        self, hidden: torch.Tensor, mixed: torch.Tensor, modulation: torch.Tensor, modulation_index: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden [R, D] and mixed values [R, heads * head_dim] to hidden [R, D]."""
+        gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
+        hidden = hidden + nn.functional.embedding(modulation_index, gate1) * self.attention(mixed)
+        x = MODULATED_RMS_NORM(hidden, self.norm2.weight, scale2, shift2, modulation_index, self.eps)
+        return hidden + nn.functional.embedding(modulation_index, gate2) * self.feed_forward(x)
 
 
 class Block(nn.Module):
@@ -20,12 +83,9 @@ class Block(nn.Module):
 
     def __init__(self, dimensions: DenoiserDimensions, layout: BlockLayout, compute: torch.dtype) -> None:
         super().__init__()
-        # Only the norms' weights are theirs: the op that runs is the fused one.
-        self.norm1 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
-        self.norm2 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
-        self.attention = SelfAttention(dimensions, layout.qkv, compute)
-        self.feed_forward = FeedForward(dimensions.hidden, dimensions.ffn, layout.gate_first, compute)
-        self.eps = dimensions.norm_eps
+        self.project = Project(dimensions, layout, compute)
+        self.attend = Attend()
+        self.finish = Finish(dimensions, layout, compute)
 
     def forward(
         self,
@@ -36,32 +96,112 @@ class Block(nn.Module):
         sin: torch.Tensor,
     ) -> torch.Tensor:
         """Hidden [S, D] to hidden [S, D]; each row takes its shifts, scales and gates from its row of `modulation`."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
-        x = MODULATED_RMS_NORM(hidden, self.norm1.weight, scale1, shift1, modulation_index, self.eps)
-        hidden = hidden + nn.functional.embedding(modulation_index, gate1) * self.attention(x, (cos, sin))
-        x = MODULATED_RMS_NORM(hidden, self.norm2.weight, scale2, shift2, modulation_index, self.eps)
-        return hidden + nn.functional.embedding(modulation_index, gate2) * self.feed_forward(x)
+        mixed = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin))
+        result: torch.Tensor = self.finish(hidden, mixed, modulation, modulation_index)
+        return result
 
 
 def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
     """The `block` graph; instance i is layer i."""
-    dimensions, layout = checkpoint.dimensions.denoiser, block_layout(checkpoint, partition)
-    stored = checkpoint.stored("denoiser", partition)
-    table_rows = TIMESTEP_SLOTS * MODALITIES
-    angles = 3 * dimensions.rope_frequencies
+    block = _Block(checkpoint, partition, compute)
     graph = Graph(
         name="block",
-        module=lambda: Block(dimensions, layout, compute),
-        inputs=(
-            TensorSpec("hidden", compute, (ROWS, dimensions.hidden)),
-            TensorSpec("modulation", compute, (table_rows, 6 * dimensions.hidden)),
-            TensorSpec("modulation_index", torch.int64, (ROWS,), below=table_rows),
-            TensorSpec("cos", torch.float32, (ROWS, angles)),
-            TensorSpec("sin", torch.float32, (ROWS, angles)),
-        ),
-        outputs=(TensorSpec("hidden_out", compute, (ROWS, dimensions.hidden)),),
-        weights=tuple(layout.weights(stored, f"{layout.blocks}.{i}") for i in range(dimensions.layers)),
+        module=block.module(Block),
+        inputs=(*block.rows(ROWS), *block.angles(ROWS)),
+        outputs=(block.hidden(ROWS, "hidden_out"),),
+        weights=tuple(_prefixed("project", p) | _prefixed("finish", f) for p, f in block.weights()),
         compute=compute,
         trials=({"rows": 1}, {"rows": 7}, {"rows": 50}),
     )
     return (graph,)
+
+
+def segments(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
+    """The graphs `block.project`, `block.attend` and `block.finish`, which do what `block` does.
+
+    Instance i of the first and the last is layer i. Their rows are an axis of their own, of chunks of the sequence.
+    """
+    block = _Block(checkpoint, partition, compute)
+    project = Graph(
+        name="block.project",
+        module=block.module(Project),
+        inputs=(*block.rows(CHUNK_ROWS), *block.angles(CHUNK_ROWS)),
+        outputs=block.heads(CHUNK_ROWS),
+        weights=tuple(weights for weights, _ in block.weights()),
+        compute=compute,
+        trials=({"chunk_rows": 1}, {"chunk_rows": 7}, {"chunk_rows": 50}),
+    )
+    attend = Graph(
+        name="block.attend",
+        module=Attend,
+        inputs=block.heads(ROWS),
+        outputs=(block.mixed(ROWS),),
+        weights=({},),
+        compute=compute,
+        trials=({"rows": 1}, {"rows": 7}, {"rows": 50}),
+    )
+    hidden, *modulation = block.rows(CHUNK_ROWS)
+    finish = Graph(
+        name="block.finish",
+        module=block.module(Finish),
+        inputs=(hidden, block.mixed(CHUNK_ROWS), *modulation),
+        outputs=(block.hidden(CHUNK_ROWS, "hidden_out"),),
+        weights=tuple(weights for _, weights in block.weights()),
+        compute=compute,
+        trials=({"chunk_rows": 1}, {"chunk_rows": 7}, {"chunk_rows": 50}),
+    )
+    return project, attend, finish
+
+
+class _Block:
+    """The tensors of one checkpoint's blocks."""
+
+    def __init__(self, checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> None:
+        self._dimensions = checkpoint.dimensions.denoiser
+        self._layout = block_layout(checkpoint, partition)
+        self._stored = checkpoint.stored("denoiser", partition)
+        self._compute = compute
+
+    def module(
+        self, segment: Callable[[DenoiserDimensions, BlockLayout, torch.dtype], nn.Module]
+    ) -> Callable[[], nn.Module]:
+        return lambda: segment(self._dimensions, self._layout, self._compute)
+
+    def weights(self) -> list[tuple[dict[str, Stored], dict[str, Stored]]]:
+        """Each layer's weights, those of `Project` and those of `Finish`."""
+        prefixes = [f"{self._layout.blocks}.{i}" for i in range(self._dimensions.layers)]
+        return [_split(self._layout.weights(self._stored, prefix)) for prefix in prefixes]
+
+    def hidden(self, rows: Axis, name: str = "hidden") -> TensorSpec:
+        return TensorSpec(name, self._compute, (rows, self._dimensions.hidden))
+
+    def rows(self, rows: Axis) -> tuple[TensorSpec, ...]:
+        return (
+            self.hidden(rows),
+            TensorSpec("modulation", self._compute, (TABLE_ROWS, 6 * self._dimensions.hidden)),
+            TensorSpec("modulation_index", torch.int64, (rows,), below=TABLE_ROWS),
+        )
+
+    def angles(self, rows: Axis) -> tuple[TensorSpec, ...]:
+        shape = (rows, 3 * self._dimensions.rope_frequencies)
+        return tuple(TensorSpec(name, torch.float32, shape) for name in ("cos", "sin"))
+
+    def heads(self, rows: Axis) -> tuple[TensorSpec, ...]:
+        shape = (rows, self._dimensions.heads, self._dimensions.head_dim)
+        return tuple(TensorSpec(name, self._compute, shape) for name in ("query", "key", "value"))
+
+    def mixed(self, rows: Axis) -> TensorSpec:
+        return TensorSpec("mixed", self._compute, (rows, self._dimensions.inner))
+
+
+_FINISH = ("attention.out.", "norm2.", "feed_forward.")
+"""Beginnings of the names of `Finish`'s parameters."""
+
+
+def _split(weights: dict[str, Stored]) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    finish = {name: stored for name, stored in weights.items() if name.startswith(_FINISH)}
+    return {name: stored for name, stored in weights.items() if name not in finish}, finish
+
+
+def _prefixed(segment: str, weights: dict[str, Stored]) -> dict[str, Stored]:
+    return {f"{segment}.{name}": stored for name, stored in weights.items()}

@@ -26,7 +26,7 @@ class RefinerBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [L, D] to rows [L, D]."""
-        x = x + self.attention(self.norm1(x), None)
+        x = x + self.attention(self.norm1(x))
         return x + self.feed_forward(self.norm2(x))
 
 

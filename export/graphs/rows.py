@@ -15,3 +15,6 @@ AUDIO_ROWS = Axis("audio_rows", 1, 16_384)
 
 ROWS = Axis("rows", 1, 262_144)
 """S: the packed sequence."""
+
+CHUNK_ROWS = Axis("chunk_rows", 1, 262_144)
+"""R: consecutive rows of the packed sequence that go through row-local work together."""

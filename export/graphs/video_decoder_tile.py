@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm
 
 from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.recipes import QKVLayout
-from export.graphs.attention import Projections, Rotary, attend
+from export.graphs.attention import Projections, Rotary, attend, rotate
 from export.graphs.feed_forward import FeedForward
 from export.graphs.graph import Graph, TensorSpec
 from plugins.dimensions import VideoVAEDimensions
@@ -90,7 +90,8 @@ class TileAttention(nn.Module):
     def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Tokens [n, D] to tokens [n, D]."""
         query, key, value = self.project(x)
-        return self.out(attend(self._norm(query), self._norm(key), value, rotary))
+        query, key = (rotate(self._norm(part), rotary) for part in (query, key))
+        return self.out(attend(query, key, value))
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from engines import build as building
-from engines import onnxruntime_steps
+from engines import graph_steps, onnxruntime_steps
 from engines.build import BuildError, BuildReport, build
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
@@ -168,8 +168,8 @@ def test_an_unused_tensor_is_refused_by_file_and_key(workshop: Workshop) -> None
 def test_partitions_that_differ_in_structure_are_not_served_by_one_engine(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(checkpoint: small_checkpoint.SmallCheckpoint, profile: Profile, partition: str) -> object:
-        graphs = small_checkpoint.graphs(checkpoint, profile, partition)
+    def other(checkpoint: small_checkpoint.SmallCheckpoint, profile: Profile, partition: str, weights: Path) -> object:
+        graphs = small_checkpoint.graphs(checkpoint, profile, partition, weights)
         if partition == "fl2va":
             return graphs
         flipped = [{**w, "out.bias": w["out.bias"].view(2, -1).view(-1)} for w in graphs[0].weights]

@@ -32,7 +32,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], E
         return {(layout, weights): _build(root, layout, weights) for layout, weights in STORES}
 
 
-def _block_alone(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
+def _block_alone(checkpoint: Checkpoint, profile: Profile, partition: Partition, weights: Path) -> tuple[Graph, ...]:
     return block.graphs(checkpoint, partition, torch.float32)
 
 

@@ -106,13 +106,12 @@ def save(model: MiniMaxH3Transformer3DModel, layout: str, qkv: str, directory: P
     return DenoiserCheckpoint(layout, qkv, file, model)
 
 
+GRAPHS = (context.graphs, modulation.graphs, prologue.graphs, block.graphs, block.segments, epilogue.graphs)
+
+
 def denoiser_graphs(checkpoint: DenoiserCheckpoint, compute: torch.dtype) -> dict[str, Graph]:
-    """The denoiser's graphs by name."""
-    return {
-        graph.name: graph
-        for module in (context, modulation, prologue, block, epilogue)
-        for graph in module.graphs(checkpoint, "fl2va", compute)
-    }
+    """The denoiser's graphs by name, the block both whole and in segments."""
+    return {graph.name: graph for graphs in GRAPHS for graph in graphs(checkpoint, "fl2va", compute)}
 
 
 def whole_names(model: MiniMaxH3Transformer3DModel) -> dict[str, str]:

@@ -50,7 +50,10 @@ def problems(checkpoint: Checkpoint, graphs: tuple[Graph, ...]) -> list[str]:
 
 def test_t2va_uses_every_tensor_of_both_partitions_once(checkpoint: Checkpoint) -> None:
     for partition in ("fl2va", "ref2va"):
-        check_consumption(checkpoint, t2va_graphs(checkpoint, partition, Compute.uniform(torch.float32)), partition)
+        for segmented in (False, True):
+            graphs = t2va_graphs(checkpoint, partition, Compute.uniform(torch.float32), segmented)
+            assert any(graph.name == "block.project" for graph in graphs) is segmented
+            check_consumption(checkpoint, graphs, partition)
 
 
 def test_unused_tensor_is_named(checkpoint: Checkpoint, graphs: tuple[Graph, ...]) -> None:
@@ -67,8 +70,8 @@ def test_forgotten_layer_is_named(checkpoint: Checkpoint, graphs: tuple[Graph, .
 
 
 def test_tensor_used_twice_is_named_with_both_users(checkpoint: Checkpoint, graphs: tuple[Graph, ...]) -> None:
-    first = graphs_weight(graphs, "block", "norm1.weight", instance=0)
-    found = problems(checkpoint, changed(graphs, "block", lambda w: w.update({"norm1.weight": first})))
+    first = graphs_weight(graphs, "block", "project.norm1.weight", instance=0)
+    found = problems(checkpoint, changed(graphs, "block", lambda w: w.update({"project.norm1.weight": first})))
     last = checkpoint.dimensions.denoiser.layers - 1
     assert any(first.key in p and f"found block[0] and block[{last}]" in p for p in found)
     assert any(f"blocks.{last}.norm1.weight" in p and "found none" in p for p in found)

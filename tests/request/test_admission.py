@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engines.profile import Attention, Precision, Profile
 from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
+from plugins.shape import Shape, legal_frames
 from runtime.admission import Load, MemoryModel, canvases_like
 from runtime.request import RequestError, Resolved, resolve
-from runtime.shape import Shape, legal_frames
 from tests.request.sizes import MINIATURE, RELEASED
 
 GIB = 1 << 30
@@ -77,7 +77,7 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
     tile = EngineRecord.model_construct(
         weights=tuple(TensorRecord(name=str(shape), dtype="float32", shape=shape) for shape in weights)
     )
-    block = EngineRecord.model_construct(axes={"rows": AxisRecord(minimum=1, maximum=5000, multiple=1)})
+    prologue = EngineRecord.model_construct(axes={"rows": AxisRecord(minimum=1, maximum=5000, multiple=1)})
     profile = Profile(
         name="p",
         backend="onnxruntime",
@@ -87,17 +87,29 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
         partitions=("fl2va",),
         threads=1,
         memory="1 GiB",
+        row_chunk=512,
     )
     manifest = Manifest.model_construct(
-        profile=profile, dimensions=MINIATURE, graphs={"video_decoder_tile": tile, "block": block}
+        profile=profile, dimensions=MINIATURE, graphs={"video_decoder_tile": tile, "prologue": prologue}
     )
-    assert MemoryModel.of(manifest) == MemoryModel(MINIATURE, GIB, 5000, tile_features=3072)
+    assert MemoryModel.of(manifest) == MemoryModel(MINIATURE, GIB, 5000, tile_features=3072, row_chunk=512)
 
 
 def test_the_denoiser_is_linear_in_rows() -> None:
     model = _model(GIB)
     small, double, triple = (model.estimate(_load(256, height, 107, text_rows=1)).denoise for height in (256, 512, 768))
     assert triple - double == pytest.approx(double - small, abs=2)
+
+
+def test_chunks_of_rows_take_the_feed_forward_of_one_chunk() -> None:
+    whole, chunked = _model(GIB), dataclasses.replace(_model(GIB), row_chunk=512)
+    small, large = _load(256, 256, 107, text_rows=1), _load(256, 768, 107, text_rows=1)
+    size, rows = MINIATURE.denoiser, large.rows - small.rows
+    grown = chunked.estimate(large).denoise - chunked.estimate(small).denoise
+    # Per row and in float32: three hidden rows, nine of attention, the latents; with the margin of a quarter.
+    row = 3 * size.hidden + 9 * size.inner + 4 * (size.video_row + size.audio_channels)
+    assert grown == pytest.approx(1.25 * 4 * rows * row, abs=2)
+    assert grown < whole.estimate(large).denoise - whole.estimate(small).denoise
 
 
 @settings(deadline=None)

@@ -1,0 +1,90 @@
+"""The transformer's blocks on a store's engines: whole, or in segments that take the sequence in chunks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from engines.sessions.engine_set import EngineSet
+from engines.store import Manifest, Partition, TensorRecord
+
+WHOLE = ("block",)
+SEGMENTS = ("block.project", "block.attend", "block.finish")
+
+
+class Blocks(Protocol):
+    """All blocks of one partition over the rows of one request."""
+
+    def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Hidden [S, D] after block `index`, whose modulation table is [M*3, 6*D]; lives until the next but one run."""
+
+
+def block_graphs(manifest: Manifest) -> tuple[str, ...]:
+    """The graphs that a store's blocks consist of."""
+    return SEGMENTS if SEGMENTS[0] in manifest.graphs else WHOLE
+
+
+def open_blocks(engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor]) -> Blocks:
+    """The blocks over rows whose `modulation_index` [S], `cos` and `sin` [S, 48] are given."""
+    kind = SegmentedBlocks if block_graphs(engines.manifest) == SEGMENTS else WholeBlocks
+    return kind(engines, partition, rows)
+
+
+class WholeBlocks:
+    """A block is one engine."""
+
+    def __init__(self, engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor]) -> None:
+        self._engines, self._partition, self._rows = engines, partition, rows
+
+    def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Hidden [S, D] after block `index`."""
+        inputs = {"hidden": hidden, "modulation": table, **self._rows}
+        return self._engines.run("block", inputs, index, self._partition)["hidden_out"]
+
+
+class SegmentedBlocks:
+    """A block is three engines; the row-local ones run over at most the profile's `row_chunk` rows at once.
+
+    What they pass on is written where it belongs in the whole sequence, in buffers that all blocks share.
+    """
+
+    def __init__(self, engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor]) -> None:
+        self._engines, self._partition, self._rows = engines, partition, rows
+        graphs, count = engines.manifest.graphs, len(rows["modulation_index"])
+        chunk = engines.manifest.profile.row_chunk
+        self._chunks = [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+        self._heads = {spec.name: engines.empty(_sized(spec, count)) for spec in graphs["block.project"].outputs}
+        (mixed,), (hidden,) = graphs["block.attend"].outputs, graphs["block.finish"].outputs
+        self._mixed = engines.empty(_sized(mixed, count))
+        # One is read while the other is written.
+        self._hidden = [engines.empty(_sized(hidden, count)) for _ in range(2)]
+
+    def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Hidden [S, D] after block `index`."""
+        for chunk in self._chunks:
+            self._project(index, chunk, hidden, table)
+        self._engines.run("block.attend", self._heads, 0, self._partition, {"mixed": self._mixed})
+        result = self._hidden[index % 2]
+        for chunk in self._chunks:
+            self._finish(index, chunk, hidden, table, result)
+        return result
+
+    def _project(self, index: int, chunk: slice, hidden: torch.Tensor, table: torch.Tensor) -> None:
+        rows = {name: tensor[chunk] for name, tensor in self._rows.items()}
+        inputs = {"hidden": hidden[chunk], "modulation": table, **rows}
+        outputs = {name: tensor[chunk] for name, tensor in self._heads.items()}
+        self._engines.run("block.project", inputs, index, self._partition, outputs)
+
+    def _finish(
+        self, index: int, chunk: slice, hidden: torch.Tensor, table: torch.Tensor, result: torch.Tensor
+    ) -> None:
+        modulation = {"modulation": table, "modulation_index": self._rows["modulation_index"][chunk]}
+        inputs = {"hidden": hidden[chunk], "mixed": self._mixed[chunk], **modulation}
+        self._engines.run("block.finish", inputs, index, self._partition, {"hidden_out": result[chunk]})
+
+
+def _sized(spec: TensorRecord, rows: int) -> TensorRecord:
+    """The tensor with so many rows."""
+    return spec.model_copy(update={"shape": tuple(rows if isinstance(size, str) else size for size in spec.shape)})
