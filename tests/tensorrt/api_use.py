@@ -276,7 +276,9 @@ class Reader:
             needed = {p.name for p in rest if not p.optional}
             if len(node.args) <= len(signature.parameters) and needed <= given <= {p.name for p in rest}:
                 return
-        self.problems.append(f"{self._file}:{node.lineno}: {function.what} takes no such arguments: {ast.unparse(node)}")
+        self.problems.append(
+            f"{self._file}:{node.lineno}: {function.what} takes no such arguments: {ast.unparse(node)}"
+        )
 
     def _annotation(self, node: ast.expr) -> Any:
         """What an annotation says: `trt.X`, with or without `| None`, or an iterable of it."""

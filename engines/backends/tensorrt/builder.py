@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import time
 from collections.abc import Callable
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from engines.backends.tensorrt import timing_cache
 from engines.backends.tensorrt.lowering import lower
 from engines.backends.tensorrt.messages import Messages
 from engines.backends.tensorrt.network import named_inputs, parse
 from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult, Range
+from engines.backends.tensorrt.timing_cache import TimingCache
 from engines.backends.tensorrt.verdict import check
 from engines.layers import Layer, census, read_inspector
 from engines.tensorrt import Flavour, Listener, load, make_logger
@@ -31,8 +30,6 @@ ENDS = ("minimum", "optimum", "maximum")
 
 DRIVER = Path("/sys/module/nvidia/version")
 """Where Linux tells the version of NVIDIA's driver."""
-
-_LOG = logging.getLogger(__name__)
 
 
 def build(request: PlanRequest, plan: Path, progress: Progress, listener: Listener) -> PlanResult:
@@ -84,13 +81,13 @@ class _Build:
         monitor = make_monitor(self._flavour, self._progress)
         self._configure(config, monitor)
         profiles = self._add_profiles(builder, config, network, model)
-        cache = self._attach_cache(config)
+        cache = self._timing_cache(config)
         serialized = builder.build_serialized_network(network, config)
         del alive
         if serialized is None:
             raise PlanError(f"graph {self._request.graph}: {self._flavour.name} cannot build it: {self._reason()}")
-        if cache is not None and self._request.timing_cache is not None:
-            timing_cache.save(config, cache, self._request.timing_cache)
+        if cache is not None:
+            cache.save()
         return serialized, profiles
 
     def _configure(self, config: trt.IBuilderConfig, monitor: trt.IProgressMonitor) -> None:
@@ -156,9 +153,11 @@ class _Build:
             return reason
         return f"{reason}\nworkspace_bytes = {limit:,}: must be at least what the activations of the largest sizes take"
 
-    def _attach_cache(self, config: trt.IBuilderConfig) -> trt.ITimingCache | None:
+    def _timing_cache(self, config: trt.IBuilderConfig) -> TimingCache | None:
         file = self._request.timing_cache
-        return timing_cache.attach(config, file) if file is not None and self._flavour.has_timing_cache else None
+        if file is None or not self._flavour.has_timing_cache:
+            return None
+        return TimingCache(config, file, self._messages)
 
 
 def make_monitor(flavour: Flavour, progress: Progress) -> Any:
@@ -191,6 +190,8 @@ def _inspect(flavour: Flavour, serialized: trt.IHostMemory, messages: Messages) 
     trt = flavour.module
     runtime = trt.Runtime(make_logger(flavour, messages))
     engine = runtime.deserialize_cuda_engine(serialized)
+    if engine is None:
+        raise PlanError(f"the plan that was built does not open on this machine: {messages.reason}")
     return read_inspector(engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON))
 
 

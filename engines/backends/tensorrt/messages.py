@@ -44,6 +44,11 @@ class Messages:
             (self.warnings if severity == "WARNING" else self.errors).append(text)
 
     @property
+    def complaints(self) -> int:
+        """How many warnings and errors there were so far."""
+        return len(self.warnings) + len(self.errors)
+
+    @property
     def reason(self) -> str:
         """The last errors, one a line."""
         return "\n".join(self.errors[-SHOWN:]) or "TensorRT gives no reason"
