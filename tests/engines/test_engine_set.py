@@ -13,6 +13,7 @@ import torch
 from engines.build import build
 from engines.profile import PARTITIONS
 from engines.sessions.engine_set import EngineInputError, EngineSet
+from engines.sessions.onnxruntime import mapped_value
 from engines.sessions.weights import MappedWeights
 from engines.store import EngineStore, Partition
 from tests.engines import small_checkpoint
@@ -74,10 +75,10 @@ def test_weights_are_mapped_not_copied_where_they_are_aligned(workshop: Workshop
     regions = manifest.bindings["fl2va"]["attend"][0]
     weight = regions["qkv.weight"]
     address = mapped.file(weight.file).ctypes.data + weight.offset
-    assert mapped.value(weight, "bfloat16").data_ptr() == address
+    assert mapped_value(mapped, weight, "bfloat16").data_ptr() == address
     bias = regions["out.bias"]
     assert (mapped.file(bias.file).ctypes.data + bias.offset) % 4 == 2
-    copy = mapped.value(bias, "float32")
+    copy = mapped_value(mapped, bias, "float32")
     assert copy.data_ptr() % 4 == 0
     stored = SmallCheckpoint(workshop.checkpoint).stored("denoiser")["blocks.0.out.bias"]
     assert np.array_equal(copy.numpy(), small_checkpoint.value(stored).numpy())
