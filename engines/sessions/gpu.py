@@ -12,6 +12,10 @@ import torch
 from engines.sessions.residency import Device
 
 
+class PinError(RuntimeError):
+    """Host memory cannot be pinned; says how much, and what to change."""
+
+
 class Gpu(Device, Protocol):
     """A residency device that also says where tensors are, and which queue computes."""
 
@@ -61,11 +65,16 @@ class CudaGpu:
         Of just that size: torch's own allocator would round it up to a power of two.
 
         Raises:
-            torch.cuda.CudaError: the system does not let so much be pinned.
+            PinError: the system does not let so much be pinned.
         """
         memory = torch.empty(nbytes, dtype=torch.uint8)
         runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)))
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        if code:
+            raise PinError(
+                f"{nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); "
+                "lower the profile's memory, or raise the limit of locked memory (ulimit -l)"
+            )
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
         return memory
 
