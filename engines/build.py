@@ -17,14 +17,17 @@ from filelock import FileLock, Timeout
 from engines.backend import installed
 from engines.declaration import describe_checkpoint, describe_exporter, versions
 from engines.graph_steps import GraphSteps
-from engines.graphs import profile_graphs
+from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.onnxruntime_steps import OnnxRuntimeSteps
+from engines.plan import Workload, make_plan
+from engines.quantise_step import QuantiseStep
 from engines.profile import Partition, Profile
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
 from engines.store import (
     LOCK,
     MANIFEST,
     SCHEMA_VERSION,
+    WEIGHTS,
     Begun,
     EngineStore,
     Manifest,
@@ -34,6 +37,7 @@ from engines.tensorrt_steps import TensorRTSteps
 from engines.weight_table import WeightTable
 from export.binding import bind
 from export.checkpoint import Checkpoint
+from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
 from export.graphs.t2va import check_consumption
 
@@ -78,7 +82,7 @@ def build(
     that was begun on another machine: what does not depend on the machine is taken from it as it is.
 
     Raises:
-        CheckpointError, ProfileError, BuildError: the build cannot start.
+        CheckpointError, ProfileError, PlanError, BuildError: the build cannot start.
         StepFailed: a step failed. What was built stays; a manifest that was there before is still valid.
     """
     root, loaded = Path(store).absolute(), Profile.load(profile)
@@ -109,15 +113,23 @@ class _Plan:
         self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
-        self._declared = {p: profile_graphs(checkpoint, profile, p) for p in profile.partitions}
+        plan = make_plan(profile, Outline.read(checkpoint.root), Workload()) if profile.on_gpu else None
 
         def steps(graph: Graph) -> GraphSteps:
-            if profile.backend == "onnxruntime":
+            if plan is None:
                 return OnnxRuntimeSteps(graph, bind(graph), root)
-            return TensorRTSteps(graph, bind(graph), root, profile, reproduce, work)
+            return TensorRTSteps(graph, bind(graph), root, profile, plan, reproduce, work)
 
-        self._graphs = {p: [steps(graph) for graph in graphs] for p, graphs in self._declared.items()}
-        self._weights = WeightTable((g.binding for graphs in self._graphs.values() for g in graphs), {})
+        weights = root / WEIGHTS
+        self._graphs = {
+            p: [steps(graph) for graph in profile_graphs(checkpoint, profile, p, weights)] for p in profile.partitions
+        }
+        sidecars = [s for p in profile.partitions for s in profile_sidecars(checkpoint, profile, p, weights)]
+        self._quantised = [QuantiseStep(sidecar, root, work) for sidecar in sidecars]
+        self._weights = WeightTable(
+            (g.binding for graphs in self._graphs.values() for g in graphs),
+            {each.sidecar.path: each.written for each in self._quantised},
+        )
 
     def steps(self) -> list[Step]:
         """Every step, after those that it requires."""
@@ -126,6 +138,7 @@ class _Plan:
             *self._hashes(),
             self._tokenizer(),
             *(self._bind(partition, exporter) for partition in self._profile.partitions),
+            *(quantised.step() for quantised in self._quantised),
         ]
         for graph in self._graphs[self._first]:
             steps += graph.steps(checkpoint, exporter, self._weights)
@@ -145,7 +158,7 @@ class _Plan:
         return Step(f"{partition}.bind", depends_on, partial(self._do_bind, partition))
 
     def _do_bind(self, partition: Partition, records: Mapping[str, Record]) -> Product:
-        check_consumption(self._checkpoint, self._declared[partition], partition)
+        check_consumption(self._checkpoint, declared_graphs(self._checkpoint, self._profile, partition), partition)
         for graph, shared in zip(self._graphs[partition], self._graphs[self._first], strict=True):
             if graph.declaration != shared.declaration:
                 name = graph.graph.name

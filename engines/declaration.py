@@ -27,8 +27,10 @@ DTYPES: dict[torch.dtype, Dtype] = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
     torch.int64: "int64",
     torch.int32: "int32",
+    torch.uint8: "uint8",
     torch.bool: "bool",
 }
 

@@ -1,13 +1,20 @@
-"""The graphs that a profile's engines are made of."""
+"""The graphs that a profile's engines are made of, and the files of quantised weights that they read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 
-from engines.profile import Arithmetic, Partition, Profile
+from engines.profile import Arithmetic, Partition, Precision, Profile
 from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph
-from export.graphs.t2va import Compute, t2va_graphs
+from export.graphs.t2va import Compute, component_graphs
+from export.linears import Quantisable
+from export.passes.quantise_linears import quantise_linears
+from export.schemes import SchemeName
+from export.sidecar import Sidecar, plan_sidecar
 
 COMPUTE: dict[Arithmetic, torch.dtype] = {
     "float32": torch.float32,
@@ -18,8 +25,56 @@ COMPUTE: dict[Arithmetic, torch.dtype] = {
 """The dtype that a component computes in outside its quantised linears."""
 
 
-def profile_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
-    """Every graph of one partition, in the profile's precision, in the order in which a request meets them."""
+def declared_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
+    """Every graph of one partition over the checkpoint's own tensors, as it is before any linear layer is quantised."""
+    return tuple(graph for graphs in _components(checkpoint, profile, partition).values() for graph in graphs)
+
+
+def profile_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partition, weights: Path) -> tuple[Graph, ...]:
+    """Every graph of one partition, in the profile's precision, in the order in which a request meets them.
+
+    `weights` is the directory that quantised weights are in, or will be: nothing is read from it.
+
+    Raises:
+        LinearsError, SidecarError: linear layers cannot be quantised.
+    """
+    components = _components(checkpoint, profile, partition)
+    planned = _plan(components, profile.precision, partition, weights)
+    return tuple(
+        quantise_linears(graph, planned[name]) if name in planned else graph
+        for name, graphs in components.items()
+        for graph in graphs
+    )
+
+
+def profile_sidecars(
+    checkpoint: Checkpoint, profile: Profile, partition: Partition, weights: Path
+) -> tuple[Sidecar, ...]:
+    """The files of quantised weights that `profile_graphs` reads: one for each component with quantised linears."""
+    components = _components(checkpoint, profile, partition)
+    return tuple(_plan(components, profile.precision, partition, weights).values())
+
+
+def _components(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, tuple[Graph, ...]]:
     precision = profile.precision
     compute = Compute(COMPUTE[precision.text_encoder], COMPUTE[precision.denoiser], COMPUTE[precision.video_decoder])
-    return t2va_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
+    return component_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
+
+
+def _plan(
+    components: Mapping[str, tuple[Graph, ...]], precision: Precision, partition: Partition, weights: Path
+) -> dict[str, Sidecar]:
+    return {
+        component: plan_sidecar(components[component], scheme, weights, f"{component}.{partition}.{scheme}")
+        for component, scheme in _schemes(precision).items()
+    }
+
+
+def _schemes(precision: Precision) -> dict[Quantisable, SchemeName]:
+    """The components whose linear layers are quantised, and how."""
+    schemes: dict[Quantisable, SchemeName] = {}
+    if precision.text_encoder == "fp8":
+        schemes["text_encoder"] = precision.text_encoder
+    if precision.denoiser == "fp8" or precision.denoiser == "nvfp4":
+        schemes["denoiser"] = precision.denoiser
+    return schemes

@@ -39,6 +39,31 @@ Place = Literal["resident", "swapped", "streamed"]
 """Where a component's weights live: on the GPU from start to end; there while its stage runs; in host memory, passing
 through two slots on the GPU one instance at a time."""
 
+Component = Literal["text_encoder", "modulation", "denoiser", "video_decoder", "audio_decoder"]
+"""What a graph's residency is chosen by."""
+
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+
+_COMPONENTS: dict[str, Component] = {
+    "text_encoder": "text_encoder",
+    "context": "text_encoder",
+    "modulation": "modulation",
+    "prologue": "denoiser",
+    "block": "denoiser",
+    "epilogue": "denoiser",
+    "video_decoder_tile": "video_decoder",
+    "audio_decoder": "audio_decoder",
+}
+
+
+def component_of(graph: str) -> Component:
+    """The component that a graph belongs to, by the first part of its name.
+
+    `context` goes with the text encoder: both run once a request, one after the other.
+    """
+    return _COMPONENTS[graph.partition(".")[0]]
+
+
 AXES = ("rows", "text_rows", "video_rows", "audio_rows", "audio_latents")
 """Named axes of the graphs whose sizes a profile may limit."""
 
@@ -57,14 +82,18 @@ _T = TypeVar("_T", bound=_Table)
 class Device(_Table):
     """One kind of GPU: its memory, what its arithmetic and its links are rated at (dense, per second), and its class.
 
-    `source` says where the figures come from. Rates are in units of 10^12 operations or 10^9 bytes; links are those of
-    one GPU in one direction; `peer` is 0 where GPUs exchange over the host. `nvfp4` is 0 where there is no such unit.
+    `source` says where the figures come from. Rates are in units of 10^12 operations (without sparsity, sums in
+    float32) or 10^9 bytes; links are those of one GPU in one direction; `peer` is 0 where GPUs exchange over the host.
+    `nvfp4` is 0 where there is no such unit. `memory_mib` is what nvidia-smi reports as total. `unified`: the GPU
+    has no memory of its own, it shares the host's.
     """
 
     name: str
     title: str
     capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     memory_mib: Annotated[int, Field(gt=0)]
+    unified: bool = False
+    float32_tflops: Annotated[float, Field(gt=0)]
     bfloat16_tflops: Annotated[float, Field(gt=0)]
     fp8_tflops: Annotated[float, Field(gt=0)]
     nvfp4_tflops: Annotated[float, Field(ge=0)]
@@ -77,6 +106,11 @@ class Device(_Table):
     def memory_bytes(self) -> int:
         """Bytes of device memory."""
         return self.memory_mib << 20
+
+    def tflops(self, arithmetic: Arithmetic) -> float:
+        """Rate of matrix products in an arithmetic, in units of 10^12 operations a second."""
+        rates = {"float32": self.float32_tflops, "bfloat16": self.bfloat16_tflops}
+        return (rates | {"fp8": self.fp8_tflops, "nvfp4": self.nvfp4_tflops})[arithmetic]
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -110,7 +144,7 @@ class Ranks(_Table):
 
 class Residency(_Table):
     """Where weights live. `denoiser` may be the number of blocks of each partition that stay on the GPU, the others
-    being streamed."""
+    being streamed. Where something is swapped, one partition's transformer is on the GPU at a time."""
 
     text_encoder: Place
     modulation: Place
@@ -118,13 +152,19 @@ class Residency(_Table):
     video_decoder: Place
     audio_decoder: Place
 
+    def of(self, component: Component) -> Place | int:
+        """Where a component's weights live."""
+        place: Place | int = getattr(self, component)
+        return place
+
 
 class Profile(_Table):
     """The typed content of a profile file; `name` is what `load` finds it by: a shipped name, else the file's path.
 
     `shapes[axis]` lists the upper ends of the ranges of sizes that engines are optimised for, ascending; the last is
-    the largest legal size. `row_chunk` is the most rows that go through the row-local parts of a block at once, 0 for
-    all of them. A CPU has no device, ranks, residency or shapes.
+    the largest legal size. They are sizes of a request: with several ranks an engine's `rows` are that many times less.
+    `row_chunk` is the most rows that go through the row-local parts of a block at once, 0 for all of them. A CPU has no
+    device, ranks, residency or shapes.
     """
 
     name: str

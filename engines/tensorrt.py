@@ -108,7 +108,7 @@ def make_logger(flavour: Flavour, listener: Listener) -> Any:
     """An ILogger that hands every message to the listener. TensorRT calls it from threads of its own."""
     base: Any = flavour.module.ILogger
 
-    class Logger(base):  # type: ignore[misc]  # the base class is known when the package is
+    class Logger(base):
         def __init__(self) -> None:
             base.__init__(self)  # pybind11 wants its own __init__ called, not super's
 

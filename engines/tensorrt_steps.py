@@ -21,7 +21,8 @@ from engines.backends.tensorrt.request import Constant, PlanRequest, PlanResult
 from engines.backends.tensorrt.shapes import optimisation_profiles
 from engines.declaration import axes, describe_backend
 from engines.graph_steps import GraphSteps, Records, model_bytes, single_file
-from engines.profile import Partition, Profile
+from engines.plan.plan import STAGE_OF, Plan
+from engines.profile import Partition, Profile, component_of
 from engines.steps import RECORDS, Deferred, Product, Step, Work
 from engines.store import FileRecord, PlanRecord
 from engines.weight_table import WeightTable
@@ -39,11 +40,14 @@ class TensorRTSteps(GraphSteps):
         binding: Binding,
         store: Path,
         profile: Profile,
+        plan: Plan,
         reproduce: Callable[[str], str],
         work: Work,
     ) -> None:
         super().__init__(graph, binding, store)
         self._profile = profile
+        self._stage = plan.stage(STAGE_OF[component_of(graph.name)])
+        self._limit = plan.limit
         self._reproduce = reproduce
         self._work = work
 
@@ -155,8 +159,9 @@ class TensorRTSteps(GraphSteps):
 
     @property
     def _workspace(self) -> int:
-        assert self._profile.device is not None  # a profile on GPUs has one
-        return self._profile.device.memory_bytes
+        """What the plan leaves for the engine's own memory while its stage runs; TensorRT counts all of it."""
+        stage = self._stage
+        return self._limit - (stage.peak - stage.activations - stage.workspace)
 
     @property
     def _capabilities(self) -> tuple[str, ...]:

@@ -123,11 +123,12 @@ def open_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 
 def ort_value(tensor: torch.Tensor) -> onnxruntime.OrtValue:
-    """The tensor for ONNX Runtime; numpy has no bfloat16, so its bits travel as integers."""
+    """The tensor for ONNX Runtime; numpy has neither bfloat16 nor 8-bit floats, so their bits travel as integers."""
     tensor = tensor.contiguous()
-    if tensor.dtype != torch.bfloat16:
+    integers = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}.get(tensor.dtype)
+    if integers is None:
         return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy())
-    bits = tensor.view(torch.int16).numpy()
+    bits = tensor.view(integers).numpy()
     return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx_dtype(tensor.dtype).value)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from h3trt import build_commands, console, serve_commands
+from h3trt import build_commands, console, plan_commands, serve_commands
 from h3trt.exits import MEANINGS, exit_code, message
 
 
@@ -46,6 +46,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+plan_commands.register(app)
 build_commands.register(app)
 serve_commands.register(app)
 

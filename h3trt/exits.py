@@ -36,6 +36,7 @@ MEANINGS = {
 _CODES = {
     ("runtime.refusal", "RequestError"): Exit.USAGE,
     ("engines.profile", "ProfileError"): Exit.USAGE,
+    ("engines.plan.plan", "PlanError"): Exit.USAGE,
     ("export.checkpoint.errors", "CheckpointError"): Exit.CHECKPOINT,
     ("export.binding", "BindingError"): Exit.CHECKPOINT,
     ("export.graphs.t2va", "ConsumptionError"): Exit.CHECKPOINT,
@@ -43,6 +44,8 @@ _CODES = {
     ("export.emit", "EmitError"): Exit.ENGINES,
     ("export.compare", "CompareError"): Exit.ENGINES,
     ("export.bake", "BakeError"): Exit.ENGINES,
+    ("export.linears", "LinearsError"): Exit.ENGINES,
+    ("export.sidecar", "SidecarError"): Exit.ENGINES,
     ("engines.backends.onnxruntime", "LoweringError"): Exit.ENGINES,
     ("engines.build", "BuildError"): Exit.ENGINES,
     ("engines.store", "StoreError"): Exit.ENGINES,

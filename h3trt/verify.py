@@ -12,7 +12,7 @@ import torch
 
 from engines.graphs import profile_graphs
 from engines.sessions.engine_set import EngineSet
-from engines.store import Partition
+from engines.store import WEIGHTS, Partition
 from export.binding import bind
 from export.checkpoint import Checkpoint, materialise
 from export.compare import draw
@@ -115,7 +115,7 @@ def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]
     """Each engine as it was built, its first and last instance, at the graph's trial sizes, against eager torch."""
     profile = engines.manifest.profile
     for partition in profile.partitions:
-        for graph in profile_graphs(checkpoint, profile, partition):
+        for graph in profile_graphs(checkpoint, profile, partition, engines.root / WEIGHTS):
             for instance in sorted({0, len(graph.weights) - 1}):
                 worst = _worst(*_engine_differences(engines, graph, instance, partition))
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)

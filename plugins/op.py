@@ -22,6 +22,11 @@ DOMAIN_VERSION = 1
 ONNX_OPSET = 23
 """Version of the standard operators that function bodies and graphs are written in (first with Attention)."""
 
+TENSOR_TYPES = tuple(
+    f"tensor({name})" for name in ("float", "float16", "bfloat16", "double", "int64", "float8e4m3fn", "uint8")
+)
+"""ONNX types that an operation's inputs may have."""
+
 
 @dataclass(frozen=True)
 class Fast:
@@ -106,14 +111,13 @@ class Op:
         kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
         attributes = [OpSchema.Attribute(n, kinds[self._parameters[n]], required=True) for n in self.attributes]
         parameters = [OpSchema.FormalParameter(n, f"T_{n}") for n in self.inputs]
-        types = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)", "tensor(int64)"]
         return OpSchema(
             self.name,
             DOMAIN,
             DOMAIN_VERSION,
             inputs=parameters,
             outputs=[OpSchema.FormalParameter("result", f"T_{self.inputs[0]}")],
-            type_constraints=[(f"T_{n}", types, "") for n in self.inputs],
+            type_constraints=[(f"T_{n}", list(TENSOR_TYPES), "") for n in self.inputs],
             attributes=attributes,
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from plugins.op import Op
-from plugins.ops import alias_free_snake, attention, modulated_rms_norm
+from plugins.ops import alias_free_snake, attention, fp8_linear, modulated_rms_norm, nvfp4_linear
 
 REGISTRY: tuple[Op, ...] = (
     alias_free_snake.OP,
     attention.OP,
+    fp8_linear.OP,
     modulated_rms_norm.OP,
+    nvfp4_linear.OP,
 )
 
 

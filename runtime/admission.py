@@ -22,10 +22,10 @@ from functools import partial
 from engines import machine
 from engines.store import EngineRecord, Manifest
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, TIMESTEP_SLOTS, Dimensions
-from runtime.contract import SECONDS_MAXIMUM, SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_MULTIPLE, SIDE_RATIO_MAXIMUM
+from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
+from runtime.contract import SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_RATIO_MAXIMUM
 from runtime.refusal import RequestError
 from runtime.request import Resolved
-from runtime.shape import Shape, legal_frames
 
 FLOAT = 4
 """Bytes of an activation."""

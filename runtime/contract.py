@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from plugins.dimensions import FRAMES_PER_SECOND
+from plugins.shape import ASPECT_RATIOS, SECONDS_MAXIMUM, SECONDS_MINIMUM, SHORT_EDGE, SIDE_MULTIPLE
 from runtime.kinds import (
     Anything,
     AspectRatio,
@@ -26,13 +27,9 @@ from runtime.kinds import (
 )
 from runtime.refusal import RequestError
 
-SECONDS_MINIMUM, SECONDS_MAXIMUM = 4, 15
 DEFAULT_FRAMES = 209
-SIDE_MINIMUM, SIDE_MAXIMUM, SIDE_MULTIPLE = 256, 4096, 32
-"""Pixels: the tile of the video VAE, the widest H.264 that hardware decoders take, and VAE cell x patch."""
-SHORT_EDGE = 768
-CANVAS_AREA = 768 * 1344
-ASPECT_RATIOS = ("21:9", "16:9", "4:3", "1:1", "3:4", "9:16")
+SIDE_MINIMUM, SIDE_MAXIMUM = 256, 4096
+"""Pixels: the tile of the video VAE, and the widest H.264 that hardware decoders take."""
 SIDE_RATIO_MAXIMUM = 4
 PROMPT_CHARACTERS = 7_000
 TOKENS_MAXIMUM = 8_192

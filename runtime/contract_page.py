@@ -7,21 +7,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plugins.dimensions import VideoVAEDimensions
+from plugins.shape import ASPECT_RATIOS, SIDE_MULTIPLE, canvas, latents, legal_frames
 from runtime.contract import (
-    ASPECT_RATIOS,
     EXTRA,
     FIELDS,
     GROUPS,
     PARAMETERS_BYTES,
     PARAMETERS_DEPTH,
     PROMPT,
-    SIDE_MULTIPLE,
     TASKS,
     Field,
     Status,
 )
 from runtime.refusal import show
-from runtime.shape import canvas, latents, legal_frames
 
 _INTRODUCTION = f"""# Requests
 

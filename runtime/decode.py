@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from plugins.dimensions import AUDIO_CHANNELS, AudioVAEDimensions, VideoVAEDimensions
+from plugins.tiling import TileGrid, chunk_count, tile_grid
 from runtime.events import Cancellation, Reporter
-from runtime.tiling import Stitcher, TileGrid, fade_in
+from runtime.tiling import Stitcher, fade_in
 
 DecodeTile = Callable[[torch.Tensor], torch.Tensor]
 """Normalised latents float32 [1, 24, 7, 16, 16] to ImageNet-normalised RGB float32 [1, 3, 28, 256, 256]."""
@@ -41,8 +42,8 @@ class VideoPlan:
     @classmethod
     def of(cls, dimensions: VideoVAEDimensions, latent_frames: int, latent_height: int, latent_width: int) -> VideoPlan:
         """The plan of a latent video; raises DecodeError when T is not 5n + 2 with n >= 1 or a side is below a tile."""
-        chunks, left_over = divmod(latent_frames - dimensions.token_overlap, dimensions.clip_latents)
-        if chunks < 1 or left_over:
+        chunks = chunk_count(latent_frames, dimensions)
+        if not chunks:
             raise DecodeError(f"latent_frames: {latent_frames} is not 5 n + 2 with n at least 1; the smallest is 7")
         if min(latent_height, latent_width) < dimensions.tile_latents:
             raise DecodeError(
@@ -50,8 +51,7 @@ class VideoPlan:
                 f"({dimensions.tile} pixels), the size of a decoder tile"
             )
         height, width = latent_height * dimensions.spatial_ratio, latent_width * dimensions.spatial_ratio
-        grid = TileGrid.cover(height, width, dimensions.tile, dimensions.tile_overlap, dimensions.spatial_ratio)
-        return cls(dimensions, grid, chunks)
+        return cls(dimensions, tile_grid(height, width, dimensions), chunks)
 
     @property
     def tiles(self) -> int:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
+from plugins.shape import ratio_of
 from runtime.refusal import RequestError
 
 
@@ -238,12 +239,6 @@ class Anything:
 
     def check(self, spelling: str, value: object) -> object:
         return value
-
-
-def ratio_of(name: str) -> float:
-    """Width over height of a named ratio such as 16:9."""
-    width, height = name.split(":")
-    return int(width) / int(height)
 
 
 def is_unicode(text: str) -> bool:

@@ -15,6 +15,16 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plugins.dimensions import FRAMES_PER_SECOND, Dimensions
+from plugins.shape import (
+    SECONDS_MAXIMUM,
+    SHORT_EDGE,
+    SIDE_MULTIPLE,
+    Shape,
+    canvas,
+    grid_frames,
+    ratio_of,
+    requested_frames,
+)
 from runtime.contract import (
     DEFAULT_FORWARDS,
     DEFAULT_FRAMES,
@@ -23,18 +33,14 @@ from runtime.contract import (
     PARAMETERS_BYTES,
     PARAMETERS_DEPTH,
     PROMPT,
-    SECONDS_MAXIMUM,
-    SHORT_EDGE,
-    SIDE_MULTIPLE,
     SIDE_RATIO_MAXIMUM,
     SIGMA_POINTS,
     Given,
     Status,
     occurrences,
 )
-from runtime.kinds import is_unicode, ratio_of
+from runtime.kinds import is_unicode
 from runtime.refusal import MISSING, RequestError, show
-from runtime.shape import Shape, canvas, grid_frames, requested_frames
 
 __all__ = ["Limits", "Media", "RequestError", "Resolved", "parse_params", "parse_prompt", "resolve", "restore"]
 

@@ -19,6 +19,7 @@ class EngineSet:
     """The engines of some graphs and partitions of a store. One call runs at a time; others wait."""
 
     def __init__(self, store: EngineStore, graphs: Iterable[str], partitions: Iterable[Partition]) -> None:
+        self.root: Path = store.root
         self.manifest: Manifest = store.manifest
         self._graphs, self._partitions = tuple(graphs), tuple(partitions)
         self._backend = open_backend(store, self._graphs, self._partitions)

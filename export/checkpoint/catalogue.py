@@ -29,19 +29,25 @@ FUSED_LAYOUTS: tuple[QKVLayout, ...] = ("interleaved", "stacked")
 
 
 @dataclass(frozen=True)
-class Catalogue:
-    """What a component holds. `parameters` are expressions under diffusers / transformers names."""
+class Configured:
+    """What a component's configuration files say of it."""
 
     config: Config
     arguments: Mapping[str, Any]
     config_files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Catalogue(Configured):
+    """What a component holds. `parameters` are expressions under diffusers / transformers names."""
+
     files: ComponentFiles
     parameters: Mapping[str, Weight]
     qkv_layout: QKVLayout
 
 
 @dataclass(frozen=True)
-class _Expectation:
+class Expectation:
     """The tensors that the files must hold, and how parameters are made from them (None: names are the same)."""
 
     stored: Mapping[str, Declared]
@@ -54,8 +60,9 @@ def read_catalogue(component: Component, layout: LayoutName, place: Place) -> Ca
     Raises:
         CheckpointError: a file, a configuration value or a tensor is missing, unexpected or wrong.
     """
-    config, arguments, config_files = _read_config(component, layout, place.config)
-    expectation = _expect(config, layout)
+    read = read_configured(component, layout, place)
+    config, arguments, config_files = read.config, read.arguments, read.config_files
+    expectation = expect(config, layout)
     files = read_files(place.tensors, place.stem)
     _check(files, expectation.stored)
     qkv_layout = _qkv_layout(files, expectation.recipes)
@@ -65,21 +72,25 @@ def read_catalogue(component: Component, layout: LayoutName, place: Place) -> Ca
     return Catalogue(config, arguments, config_files, files, parameters, qkv_layout)
 
 
-def _read_config(
-    component: Component, layout: LayoutName, directory: Path
-) -> tuple[Config, dict[str, Any], tuple[Path, ...]]:
-    file = directory / "config.json"
+def read_configured(component: Component, layout: LayoutName, place: Place) -> Configured:
+    """Reads the configuration files of one component; no tensor file need be there.
+
+    Raises:
+        CheckpointError: a file or a configuration value is missing or wrong.
+    """
+    file = place.config / "config.json"
     values = read_object(file)
     if component == "text_encoder":
         arguments = text_encoder.constructor_arguments(values)
-        return configuration.parse(text_encoder.TextEncoderConfig, arguments, file), arguments, (file,)
+        parsed = configuration.parse(text_encoder.TextEncoderConfig, arguments, file)
+        return Configured(parsed, arguments, (file,))
     if layout == "diffusers":
         files: tuple[Path, ...] = (file,)
         found = configuration.Translation(configuration.constructor_arguments(values), {})
     else:
         found, files = _translate(component, values, file)
     config = configuration.parse(DIFFUSERS_CONFIGS[component], found.arguments, file, found.origins)
-    return config, config.model_dump(), files
+    return Configured(config, config.model_dump(), files)
 
 
 def _translate(
@@ -95,20 +106,21 @@ def _translate(
     return audio_vae.from_native(values, file, read_object(metadata), metadata), (file, metadata)
 
 
-def _expect(config: Config, layout: LayoutName) -> _Expectation:
+def expect(config: Config, layout: LayoutName) -> Expectation:
+    """What the files of a component with this configuration hold in a layout."""
     match config:
         case text_encoder.TextEncoderConfig():
-            return _Expectation(text_encoder.tensors(config), None)
+            return Expectation(text_encoder.tensors(config), None)
         case audio_vae.AudioVAEConfig():
-            return _Expectation(audio_vae.tensors(config), None)
+            return Expectation(audio_vae.tensors(config), None)
         case denoiser.DenoiserConfig():
             tensors, recipes, extra = denoiser.tensors(config), denoiser.recipes(config), denoiser.native_only(config)
         case video_vae.VideoVAEConfig():
             tensors, recipes = video_vae.tensors(config), video_vae.recipes(config)
             extra = video_vae.native_only(config)
     if layout == "diffusers":
-        return _Expectation(tensors, None)
-    return _Expectation(native_declarations(tensors, recipes) | extra, recipes)
+        return Expectation(tensors, None)
+    return Expectation(native_declarations(tensors, recipes) | extra, recipes)
 
 
 def _check(files: ComponentFiles, expected: Mapping[str, Declared]) -> None:

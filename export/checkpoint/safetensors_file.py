@@ -60,6 +60,11 @@ class Declared:
     shape: tuple[int, ...] | None
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data; 0 where any shape is accepted."""
+        return 0 if self.shape is None else prod(self.shape) * self.dtype.itemsize
+
     def __str__(self) -> str:
         shape = "any shape" if self.shape is None else list(self.shape)
         return f"{DTYPE_NAMES[self.dtype]} {shape}"

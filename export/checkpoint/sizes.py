@@ -6,47 +6,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export.checkpoint.catalogue import Catalogue
+from export.checkpoint.catalogue import Configured
 from export.checkpoint.components import audio_vae, denoiser, text_encoder, video_vae
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.strict_json import read_object, section
 from export.checkpoint.tree import Component, Tree
 from plugins.dimensions import Dimensions
 
-Catalogues = Mapping[tuple[Component, str], Catalogue]
+Configurations = Mapping[tuple[Component, str], Configured]
 
 
-def read_dimensions(tree: Tree, catalogues: Catalogues) -> Dimensions:
+def read_dimensions(tree: Tree, configured: Configurations) -> Dimensions:
     """The sizes that all partitions share.
 
     Raises:
         CheckpointError: partitions or components do not fit together, or a sigma shift is missing.
     """
     first, *others = tree.partitions
-    sizes = _partition_dimensions(tree, catalogues, first)
+    sizes = _partition_dimensions(tree, configured, first)
     for partition in others:
-        if _partition_dimensions(tree, catalogues, partition) != sizes:
-            file = catalogues["denoiser", partition].config_files[0]
+        if _partition_dimensions(tree, configured, partition) != sizes:
+            file = configured["denoiser", partition].config_files[0]
             raise CheckpointError(file, "configuration", f"the sizes and shifts of {first}", f"others for {partition}")
     return sizes
 
 
-def _partition_dimensions(tree: Tree, catalogues: Catalogues, partition: str) -> Dimensions:
+def _partition_dimensions(tree: Tree, configured: Configurations, partition: str) -> Dimensions:
     def config(component: Component) -> Any:
-        return catalogues[component, partition].config
+        return configured[component, partition].config
 
     video_shift, audio_shift = _shifts(tree, partition)
     sizes = Dimensions(
         denoiser=denoiser.dimensions(config("denoiser")),
         text_encoder=text_encoder.dimensions(
-            config("text_encoder"), catalogues["text_encoder", partition].config_files[0]
+            config("text_encoder"), configured["text_encoder", partition].config_files[0]
         ),
         video_vae=video_vae.dimensions(config("video_vae")),
         audio_vae=audio_vae.dimensions(config("audio_vae")),
         video_shift=video_shift,
         audio_shift=audio_shift,
     )
-    _check_joints(sizes, catalogues["denoiser", partition].config_files[0])
+    _check_joints(sizes, configured["denoiser", partition].config_files[0])
     return sizes
 
 

@@ -89,15 +89,20 @@ def find_tree(root: Path) -> Tree:
     Raises:
         CheckpointError: it is none of them, the tokenizer is missing, or a folder holds another partition than it says.
     """
-    if not root.is_dir():
-        raise CheckpointError(root, "checkpoint", "a directory", "no such directory")
-    tree = _recognise(root)
+    tree = recognise(root)
     if not tree.tokenizer_file.is_file():
         raise CheckpointError(tree.tokenizer_file, "file", "the tokenizer", "no such file")
     return tree
 
 
-def _recognise(root: Path) -> Tree:
+def recognise(root: Path) -> Tree:
+    """As `find_tree`, of a directory that need hold configuration files only.
+
+    Raises:
+        CheckpointError: it is in neither layout, or a folder holds another partition than it says.
+    """
+    if not root.is_dir():
+        raise CheckpointError(root, "checkpoint", "a directory", "no such directory")
     if (root / "video_vae").is_dir():
         return Tree(root, "native", {_declared_partition(root): root})
     diffusers = {name: root for name, folder in DENOISER_FOLDERS.items() if (root / folder).is_dir()}

@@ -42,19 +42,26 @@ class Compute:
         return Compute(dtype, dtype, dtype)
 
 
-def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False) -> tuple[Graph, ...]:
-    """All graphs that serve T2VA from one partition, in the order in which a request meets them.
+def component_graphs(
+    checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False
+) -> dict[str, tuple[Graph, ...]]:
+    """The graphs that serve T2VA from one partition, by component, in the order in which a request meets them.
 
     `segmented`: the transformer's block is the three graphs of its segments instead of one.
     """
     blocks = block.segments if segmented else block.graphs
     denoiser = (context.graphs, modulation.graphs, prologue.graphs, blocks, epilogue.graphs)
-    return (
-        *text_encoder.graphs(checkpoint, partition, compute.text_encoder),
-        *(graph for graphs in denoiser for graph in graphs(checkpoint, partition, compute.denoiser)),
-        *video_decoder_tile.graphs(checkpoint, partition, compute.video_decoder),
-        *audio_decoder.graphs(checkpoint, partition, torch.float32),
-    )
+    return {
+        "text_encoder": text_encoder.graphs(checkpoint, partition, compute.text_encoder),
+        "denoiser": tuple(g for graphs in denoiser for g in graphs(checkpoint, partition, compute.denoiser)),
+        "video_decoder": video_decoder_tile.graphs(checkpoint, partition, compute.video_decoder),
+        "audio_decoder": audio_decoder.graphs(checkpoint, partition, torch.float32),
+    }
+
+
+def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False) -> tuple[Graph, ...]:
+    """All graphs that serve T2VA from one partition, in the order in which a request meets them."""
+    return tuple(g for graphs in component_graphs(checkpoint, partition, compute, segmented).values() for g in graphs)
 
 
 def unused(dimensions: Dimensions) -> dict[Component, re.Pattern[str]]:

@@ -67,6 +67,17 @@ class Sizes:
     shards: Shards
 
 
+RELEASED_IDS = {
+    "<|endoftext|>": 151643,
+    "<|im_end|>": 151645,
+    "<|vision_start|>": 151652,
+    "<|vision_end|>": 151653,
+    "<|image_pad|>": 151655,
+    "<|video_pad|>": 151656,
+}
+"""The release's ids of the tokens that configurations name (spec/model.md 7.1)."""
+
+
 def released(special_ids: dict[str, int]) -> Sizes:
     """The release: 33.1 B transformer, Qwen3-VL-32B, 2.6 B video VAE, 151 M audio VAE."""
     text: dict[str, Any] = {"hidden_size": 5120, "num_attention_heads": 64, "head_dim": 128, "intermediate_size": 25600}

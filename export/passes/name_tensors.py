@@ -10,6 +10,15 @@ import torch
 
 from export.graphs.graph import Axis
 
+_ONNX_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "FLOAT",
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float8_e4m3fn: "FLOAT8E4M3FN",
+    torch.int64: "INT64",
+    torch.uint8: "UINT8",
+}
+
 
 class Declared(Protocol):
     """What names a tensor: a `TensorSpec` or a `WeightInput`."""
@@ -83,8 +92,7 @@ def _name(value: ir.Value, spec: Declared, symbols: dict[str, str]) -> None:
 
 def onnx_dtype(dtype: torch.dtype) -> ir.DataType:
     """The ONNX element type of a torch dtype."""
-    names = {torch.float32: "FLOAT", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.int64: "INT64"}
-    return ir.DataType[names[dtype]]
+    return ir.DataType[_ONNX_NAMES[dtype]]
 
 
 def _known(size: int | ir.SymbolicDim, symbols: dict[str, str]) -> int | str | None:

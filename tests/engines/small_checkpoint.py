@@ -148,7 +148,7 @@ def read(file: Path) -> dict[str, Stored]:
     return found
 
 
-def graphs(checkpoint: SmallCheckpoint, profile: Profile, partition: str) -> tuple[Graph, ...]:
+def graphs(checkpoint: SmallCheckpoint, profile: Profile, partition: str, weights: Path) -> tuple[Graph, ...]:
     """The two graphs, with two instances each."""
     stored = checkpoint.stored("denoiser", partition)
     blocks: tuple[Mapping[str, Weight], ...] = tuple(

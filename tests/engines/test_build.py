@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from engines import build as building
-from engines import onnxruntime_steps
+from engines import graph_steps, onnxruntime_steps
 from engines.build import BuildError, BuildReport, build
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
@@ -20,6 +20,7 @@ from engines.steps import StepEvent, StepFailed
 from engines.store import LOCK, EngineStore, StoreError
 from export.checkpoint.hashes import write_sums
 from tests.engines import small_checkpoint
+from tests.engines.conftest import use_graphs
 from tests.engines.workshop import Workshop, write_profile
 
 
@@ -168,14 +169,14 @@ def test_an_unused_tensor_is_refused_by_file_and_key(workshop: Workshop) -> None
 def test_partitions_that_differ_in_structure_are_not_served_by_one_engine(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(checkpoint: small_checkpoint.SmallCheckpoint, profile: Profile, partition: str) -> object:
-        graphs = small_checkpoint.graphs(checkpoint, profile, partition)
+    def other(checkpoint: small_checkpoint.SmallCheckpoint, profile: Profile, partition: str, weights: Path) -> object:
+        graphs = small_checkpoint.graphs(checkpoint, profile, partition, weights)
         if partition == "fl2va":
             return graphs
         flipped = [{**w, "out.bias": w["out.bias"].view(2, -1).view(-1)} for w in graphs[0].weights]
         return dataclasses.replace(graphs[0], weights=tuple(flipped)), graphs[1]
 
-    monkeypatch.setattr(building, "profile_graphs", other)
+    use_graphs(monkeypatch, other)
     with pytest.raises(StepFailed, match="graph attend of ref2va differs from that of fl2va"):
         workshop.build()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines.graphs import profile_graphs
+from engines.graphs import declared_graphs, profile_graphs
 from engines.profile import Partition, Profile
 from engines.sessions.engine_set import EngineSet
 from export.checkpoint import Checkpoint
@@ -45,8 +45,10 @@ def test_a_whole_schedule_agrees_with_diffusers(store: Path) -> None:
 def test_weights_of_another_transformer_are_seen(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference reads partition ref2va while the engines are bound to fl2va: every denoiser engine must differ."""
 
-    def other_partition(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
-        graphs = profile_graphs(checkpoint, profile, "ref2va")
+    def other_partition(
+        checkpoint: Checkpoint, profile: Profile, partition: Partition, weights: Path
+    ) -> tuple[Graph, ...]:
+        graphs = profile_graphs(checkpoint, profile, "ref2va", weights)
         return tuple(graph for graph in graphs if graph.name in ("context", "prologue", "block", "epilogue"))
 
     monkeypatch.setattr(verification, "profile_graphs", other_partition)
@@ -64,8 +66,12 @@ def test_weights_of_another_transformer_are_seen(store: Path, monkeypatch: pytes
 def test_an_engine_that_is_not_finite_at_its_last_trial_only_is_seen(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def only_epilogue(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
-        return tuple(graph for graph in profile_graphs(checkpoint, profile, partition) if graph.name == "epilogue")
+    def only_epilogue(
+        checkpoint: Checkpoint, profile: Profile, partition: Partition, weights: Path
+    ) -> tuple[Graph, ...]:
+        return tuple(
+            graph for graph in profile_graphs(checkpoint, profile, partition, weights) if graph.name == "epilogue"
+        )
 
     engines = EngineSet.open(store)
     run, last = engines.run, max(trial["rows"] for trial in _epilogue_trials(engines))
@@ -82,7 +88,8 @@ def test_an_engine_that_is_not_finite_at_its_last_trial_only_is_seen(
 
 def _epilogue_trials(engines: EngineSet) -> tuple[Mapping[str, int], ...]:
     checkpoint = Checkpoint.open(engines.manifest.checkpoint.root)
-    return next(g.trials for g in profile_graphs(checkpoint, engines.manifest.profile, "fl2va") if g.name == "epilogue")
+    graphs = declared_graphs(checkpoint, engines.manifest.profile, "fl2va")
+    return next(graph.trials for graph in graphs if graph.name == "epilogue")
 
 
 @pytest.mark.parametrize(

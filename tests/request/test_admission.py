@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engines.profile import Attention, Precision, Profile
 from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
+from plugins.shape import Shape, legal_frames
 from runtime.admission import Load, MemoryModel, canvases_like
 from runtime.request import RequestError, Resolved, resolve
-from runtime.shape import Shape, legal_frames
 from tests.request.sizes import MINIATURE, RELEASED
 
 GIB = 1 << 30

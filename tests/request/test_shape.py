@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.shape import Shape, canvas, grid_frames, legal_frames
+from plugins.shape import Shape, canvas, grid_frames, legal_frames
 from tests.request.sizes import RELEASED
 
 # Frames, latent frames, audio latents, rows at 1344x768 without text: the model's table of whole seconds 4 to 15.

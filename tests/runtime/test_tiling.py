@@ -8,7 +8,8 @@ from diffusers import AutoencoderKLMiniMaxH3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.tiling import Stitcher, TileGrid, tile_axis
+from plugins.tiling import TileGrid, tile_axis
+from runtime.tiling import Stitcher
 
 SIDES = st.integers(8, 200).map(lambda n: 32 * n)
 

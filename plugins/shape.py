@@ -15,8 +15,18 @@ from plugins.dimensions import (
     Dimensions,
     VideoVAEDimensions,
 )
-from runtime.contract import CANVAS_AREA, SECONDS_MAXIMUM, SECONDS_MINIMUM, SHORT_EDGE, SIDE_MULTIPLE
-from runtime.kinds import ratio_of
+
+SECONDS_MINIMUM, SECONDS_MAXIMUM = 4, 15
+"""Durations that a clip may be asked for with."""
+
+SIDE_MULTIPLE = 32
+"""Pixels of a VAE cell times a patch: what both sides of a canvas are multiples of."""
+
+ASPECT_RATIOS = ("21:9", "16:9", "4:3", "1:1", "3:4", "9:16")
+
+SHORT_EDGE = 768
+CANVAS_AREA = 768 * 1344
+"""The canvas of a named ratio has this short edge and at most this many pixels."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,12 @@ def canvas(aspect_ratio: str) -> tuple[int, int]:
     width, height = SHORT_EDGE * max(ratio, 1.0), SHORT_EDGE * max(1 / ratio, 1.0)
     scale = min(1.0, math.sqrt(CANVAS_AREA / (width * height)))
     return _nearest_side(width * scale), _nearest_side(height * scale)
+
+
+def ratio_of(name: str) -> float:
+    """Width over height of a named ratio such as 16:9."""
+    width, height = name.split(":")
+    return int(width) / int(height)
 
 
 def _nearest_side(pixels: float) -> int:

@@ -1,0 +1,87 @@
+"""From a profile, a model's outline and a request to a plan, or to a refusal that says what would fit."""
+
+from __future__ import annotations
+
+from engines.plan.graphs import Costs, Weighing
+from engines.plan.plan import GraphPlan, Plan, PlanError, Workload
+from engines.plan.refusal import refuse
+from engines.plan.rules import check
+from engines.plan.stages import Placement
+from engines.plan.weights import Model
+from engines.profile import Profile
+from export.checkpoint.outline import Outline
+from export.checkpoint.tree import COMPONENTS
+from export.miniature.sizes import RELEASED_IDS, released
+
+ENGINE_BYTES = 64 << 20
+"""All plans of one compute capability with bound weights: 53 MB, half of it the audio decoder."""
+
+HOST_PROCESS = 3 << 30
+"""Host memory of a rank's process: torch, TensorRT and CUDA, and on the first one the media being encoded."""
+
+
+def released_outline() -> Outline:
+    """The release, without a checkpoint at hand."""
+    sizes = released(RELEASED_IDS)
+    configs = (sizes.denoiser, sizes.text_encoder, sizes.video_vae, sizes.audio_vae)
+    return Outline.of(dict(zip(COMPONENTS, configs, strict=True)), partitions=("fl2va", "ref2va"))
+
+
+def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:
+    """The plan of a request on a profile.
+
+    Raises:
+        PlanError: the profile contradicts the model, or the request does not fit; says what would.
+    """
+    model = Model(outline)
+    check(profile, model, workload)
+    plan = draft(profile, model, workload)
+    if plan.limit and plan.peak > plan.limit:
+        raise PlanError(refuse(plan, profile, model, draft))
+    return plan
+
+
+def draft(profile: Profile, model: Model, workload: Workload) -> Plan:
+    """The plan of a request, whether it fits or not."""
+    costs = Costs(Weighing(profile, model), workload)
+    graphs = costs.plans()
+    placement = Placement(costs, graphs)
+    pinned = sum(holding.pinned for holding in placement.holdings.values())
+    unified = profile.device is not None and profile.device.unified
+    tables = costs.table_bytes * workload.forwards
+    stages = placement.stages()
+    # A CPU works in the host's own memory, where weights are mapped from their files.
+    working = 0 if profile.on_gpu else max(stage.peak for stage in stages)
+    return Plan(
+        profile=profile.name,
+        workload=workload,
+        frames=costs.shape.frames,
+        width=costs.shape.width,
+        height=costs.shape.height,
+        rows=costs.rows,
+        tiles=costs.tiles,
+        partitions=profile.partitions,
+        graphs=graphs,
+        stages=stages,
+        limit=profile.device.memory_bytes if profile.device else 0,
+        tables=tables,
+        # What shares the host's memory is read from the disk, not kept in memory twice.
+        pinned=0 if unified else pinned,
+        host=working + (0 if unified else pinned) + tables + HOST_PROCESS * max(1, profile.gpus),
+        checkpoint=_checkpoint_bytes(profile, model.outline),
+        sidecar=_sidecar_bytes(graphs, costs.weighing),
+        engines=ENGINE_BYTES + (sum(graph.weights for graph in graphs) if profile.weights == "baked" else 0),
+    )
+
+
+def _checkpoint_bytes(profile: Profile, outline: Outline) -> int:
+    """One transformer for each partition, the other components once."""
+    others = sum(outline.stored_bytes(component) for component in COMPONENTS if component != "denoiser")
+    return len(profile.partitions) * outline.stored_bytes("denoiser") + others
+
+
+def _sidecar_bytes(graphs: tuple[GraphPlan, ...], weighing: Weighing) -> int:
+    """The encoder's quantised linears once, the transformer's for each partition."""
+    sizes = weighing.model.sidecar({graph.graph: weighing.arithmetic(graph.graph) for graph in graphs})
+    encoder = sum(size for graph, size in sizes.items() if graph.startswith("text_encoder"))
+    return encoder + len(weighing.profile.partitions) * (sum(sizes.values()) - encoder)

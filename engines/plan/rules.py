@@ -1,0 +1,55 @@
+"""What a profile must be for a model, whatever fits: ranks that divide it, and sizes that its engines are built for."""
+
+from __future__ import annotations
+
+from engines.plan.graphs import Costs, Weighing
+from engines.plan.plan import PlanError, Workload
+from engines.plan.weights import Model
+from engines.profile import Profile
+from plugins.shape import SECONDS_MAXIMUM, SECONDS_MINIMUM
+
+
+def check(profile: Profile, model: Model, workload: Workload) -> None:
+    """Checks ranks, partitions and sizes.
+
+    Raises:
+        PlanError: for the first one that is wrong, with the nearest that is right.
+    """
+    outline = model.outline
+    size, text = outline.dimensions.denoiser, outline.dimensions.text_encoder
+    _check_divisor(profile, "ranks.ulysses", profile.ranks.ulysses, size.heads, "attention heads")
+    _check_divisor(profile, "ranks.text_encoder", profile.ranks.text_encoder, text.kv_heads, "key and value heads")
+    missing = [partition for partition in profile.partitions if partition not in outline.partitions]
+    if missing:
+        raise PlanError(f"profile {profile.name}: partition {missing[0]} is not in the checkpoint; leave it out")
+    if not SECONDS_MINIMUM <= workload.seconds <= SECONDS_MAXIMUM:
+        raise PlanError(f"seconds = {workload.seconds:g}: must be from {SECONDS_MINIMUM} to {SECONDS_MAXIMUM}")
+    _check_shapes(profile, Costs(Weighing(profile, model), workload))
+
+
+def sizes(costs: Costs) -> dict[str, int]:
+    """The request's size along each axis that a profile limits."""
+    rows = costs.rows
+    return {
+        "rows": rows.total,
+        "text_rows": rows.text,
+        "video_rows": rows.video,
+        "audio_rows": rows.audio,
+        "audio_latents": costs.shape.audio_latents,
+    }
+
+
+def _check_divisor(profile: Profile, key: str, ranks: int, whole: int, of_what: str) -> None:
+    if whole % ranks:
+        legal = [n for n in range(1, whole + 1) if whole % n == 0]
+        nearest = min(legal, key=lambda n: abs(n - ranks))
+        rule = f"must divide the {whole} {of_what}; nearest legal: {nearest}"
+        raise PlanError(f"profile {profile.name}: {key} = {ranks}: {rule}")
+
+
+def _check_shapes(profile: Profile, costs: Costs) -> None:
+    found = sizes(costs)
+    for axis, ends in profile.shapes.items():
+        if found[axis] > ends[-1]:
+            rule = f"its engines take at most {ends[-1]:,} (shapes.{axis}); ask for less, or raise it"
+            raise PlanError(f"profile {profile.name}: the request has {found[axis]:,} {axis}; {rule}")

@@ -1,0 +1,71 @@
+"""What is known of a checkpoint without its tensor files: dimensions, and every tensor's shape and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from export.checkpoint.catalogue import Config, expect, read_configured
+from export.checkpoint.components import audio_vae, denoiser, text_encoder, video_vae
+from export.checkpoint.safetensors_file import Declared
+from export.checkpoint.sizes import read_dimensions
+from export.checkpoint.tree import COMPONENTS, Component, LayoutName, recognise
+from plugins.dimensions import Dimensions
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A checkpoint's dimensions, and the configuration of each component (all partitions have the same)."""
+
+    layout: LayoutName
+    partitions: tuple[str, ...]
+    dimensions: Dimensions
+    configs: Mapping[Component, Config]
+
+    @staticmethod
+    def read(path: Path | str) -> Outline:
+        """Reads the configuration files of a checkpoint in either layout; tensor files are not looked at.
+
+        Raises:
+            CheckpointError: the layout is not recognised, or a configuration is missing or wrong.
+        """
+        tree = recognise(Path(path))
+        found = {(c, p): read_configured(c, tree.layout, tree.place(c, p)) for p in tree.partitions for c in COMPONENTS}
+        configs = {component: found[component, tree.partitions[0]].config for component in COMPONENTS}
+        return Outline(tree.layout, tree.partitions, read_dimensions(tree, found), configs)
+
+    @staticmethod
+    def of(
+        configs: Mapping[Component, Config], layout: LayoutName = "native", partitions: tuple[str, ...] = ("fl2va",)
+    ) -> Outline:
+        """The outline of a model whose configurations are given, such as those of `export.miniature.sizes`."""
+        return Outline(layout, partitions, _dimensions(configs), configs)
+
+    @cached_property
+    def parameters(self) -> Mapping[Component, Mapping[str, Declared]]:
+        """Every parameter by its diffusers or transformers name."""
+        return {component: expect(config, "diffusers").stored for component, config in self.configs.items()}
+
+    def stored_bytes(self, component: Component) -> int:
+        """Bytes of a component's tensors in the checkpoint's files.
+
+        Without a native video VAE's mask token of some kilobytes, whose shape no configuration tells.
+        """
+        return sum(declared.nbytes for declared in expect(self.configs[component], self.layout).stored.values())
+
+
+def _dimensions(configs: Mapping[Component, Config]) -> Dimensions:
+    parts: dict[str, object] = {}
+    for config in configs.values():
+        match config:
+            case denoiser.DenoiserConfig():
+                parts["denoiser"] = denoiser.dimensions(config)
+            case text_encoder.TextEncoderConfig():
+                parts["text_encoder"] = text_encoder.dimensions(config, Path("config.json"))
+            case video_vae.VideoVAEConfig():
+                parts["video_vae"] = video_vae.dimensions(config)
+            case audio_vae.AudioVAEConfig():
+                parts["audio_vae"] = audio_vae.dimensions(config)
+    return Dimensions.model_validate(parts)

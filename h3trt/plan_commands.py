@@ -1,0 +1,125 @@
+"""`h3trt plan`: what a profile's machine has to hold, move and compute, without that machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from h3trt import console, paths
+
+if TYPE_CHECKING:
+    from engines.plan import Plan
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(plan)
+
+
+def plan(
+    profile: Annotated[str, typer.Option(help="Hardware profile: the name of a shipped one, or a .toml file.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A checkpoint, of which only config files are read; by default the release.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Duration, 4 to 15 s.")] = 10,
+    aspect_ratio: Annotated[
+        str, typer.Option("--aspect-ratio", "--aspect", help="21:9, 16:9, 4:3, 1:1, 3:4 or 9:16.")
+    ] = "16:9",
+    forwards: Annotated[int, typer.Option(min=1, max=200, help="Evaluations of the denoiser.")] = 49,
+    text_rows: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    json: Annotated[str | None, typer.Option(help="Write JSON to this file, or to standard output for -.")] = None,
+) -> None:
+    """Plan a request on a hardware profile: memory by stage and rank, disk, and a lower bound of the time.
+
+    Everything is computed from dimensions. A profile that a request does not fit is refused, with what would fit.
+    """
+    from engines.plan import Workload, make_plan, released_outline
+    from engines.profile import Profile
+    from export.checkpoint.outline import Outline
+    from h3trt.exits import CommandError
+    from plugins.shape import ASPECT_RATIOS
+
+    if aspect_ratio not in ASPECT_RATIOS:
+        raise CommandError(f"aspect_ratio: got {aspect_ratio!r}; must be one of {', '.join(ASPECT_RATIOS)}")
+    if json not in (None, "-"):
+        paths.check_writable(Path(json))
+    outline = Outline.read(checkpoint) if checkpoint else released_outline()
+    workload = Workload(seconds=seconds, aspect_ratio=aspect_ratio, forwards=forwards, text_rows=text_rows)
+    made = make_plan(Profile.load(profile), outline, workload)
+    if json is None:
+        _show(made)
+    elif json == "-":
+        console.line(made.to_json())
+    else:
+        Path(json).write_text(made.to_json())
+
+
+def _show(plan: Plan) -> None:
+    rows, work = plan.rows, plan.workload
+    console.line(
+        f"profile {plan.profile}: {work.seconds:g} s of {work.aspect_ratio} is {plan.frames} frames of "
+        f"{plan.width}x{plan.height}, {rows.total:,} rows ({rows.local:,} a GPU), {plan.tiles} decoder tiles, "
+        f"{work.forwards} forwards"
+    )
+    _show_graphs(plan)
+    _show_stages(plan)
+    limit = f" of {plan.limit / 1e9:.2f} GB" if plan.limit else ""
+    console.line(
+        f"peak {plan.peak / 1e9:.2f} GB{limit}; host memory {plan.host / 1e9:.1f} GB ({plan.pinned / 1e9:.1f}"
+        f" pinned); disk {plan.disk / 1e9:.1f} GB ({plan.checkpoint / 1e9:.1f} checkpoint)"
+    )
+    if rows.chunk < rows.local:
+        chunks = -(-rows.local // rows.chunk)
+        console.line(
+            f"row-local parts of a block, the feed-forward too: {chunks} chunks of at most {rows.chunk:,} rows"
+        )
+    if plan.seconds:
+        console.line(f"at least {plan.seconds:.1f} s: what the device's rated figures allow, no measurement")
+
+
+def _show_graphs(plan: Plan) -> None:
+    head = ("graph", "instances", "runs", "weights", "activations", "io", "attention", "collectives", "operations")
+    cells = [
+        (
+            graph.graph,
+            str(graph.instances),
+            str(graph.runs),
+            *map(_size, (graph.weights, graph.activations + graph.workspace, graph.io, graph.attention)),
+            _size(graph.collectives),
+            ", ".join(f"{count / 1e12:.3g} T {name}" for name, count in graph.flops.items()),
+        )
+        for graph in plan.graphs
+    ]
+    console.table("graphs, GB on one GPU", head, cells)
+
+
+def _show_stages(plan: Plan) -> None:
+    head = (
+        "stage",
+        "weights",
+        "moved in",
+        "activations",
+        "buffers",
+        "collectives",
+        "process",
+        "peak",
+        "at least",
+        "bound by",
+    )
+    cells = [
+        (
+            stage.name,
+            *map(_size, (stage.weights, stage.slots, stage.activations + stage.workspace, stage.buffers)),
+            *map(_size, (stage.collectives, stage.process)),
+            " ".join(dict.fromkeys(_size(peak) for peak in stage.peaks)),
+            *((f"{stage.seconds:.2f} s", stage.bound) if stage.seconds else ("", "")),
+        )
+        for stage in plan.stages
+    ]
+    console.table("stages, GB on the fullest GPU", head, cells)
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count else "-"
