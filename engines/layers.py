@@ -63,7 +63,6 @@ _LINE = re.compile(
 _TACTIC = re.compile(r", Tactic(?:Name|Value)?: ([^,]*)")
 _METADATA = re.compile(r", Metadata: (.*)$")
 _ORIGIN = re.compile(r"\[ONNX Layer: (.*?)\]")
-_PROFILE = re.compile(r"_myl(\d+)(?:_|$)|\[profile (\d+)\]")
 
 _ATTENTION = re.compile(r"mha|flash_attention|fused_attention", re.IGNORECASE)
 # Myelin names a fusion by its parts in order: "__myl_FcMulAdd_myl0_7" is a matrix product and what follows it.
@@ -96,7 +95,7 @@ class LayerTensor(_Record):
 class Layer(_Record):
     """One compiled layer, which may do the work of many nodes or a part of one: `origins` names the ONNX nodes.
 
-    `profile` is the optimisation profile that it belongs to: a plan has each layer once for each profile.
+    A plan has its layers once for each optimisation profile.
     """
 
     name: str
@@ -106,7 +105,6 @@ class Layer(_Record):
     constants: tuple[LayerTensor, ...] = ()
     tactic: str = ""
     origins: tuple[str, ...] = ()
-    profile: int = 0
 
     @property
     def is_attention(self) -> bool:
@@ -118,6 +116,16 @@ class Layer(_Record):
         """Whether it computes a matrix product, alone or with what follows it."""
         kind = self.kind.lower()
         return not self.is_attention and (kind in _GEMMS or (kind in _FUSIONS and bool(_FUSED_GEMM.match(self.name))))
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it exchanges data between ranks."""
+        return self.kind.lower().startswith(("comm_", "distcollective", "nccl"))
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether it is a plugin's."""
+        return self.kind.lower().startswith("plugin")
 
     @property
     def gemm_dtype(self) -> str | None:
@@ -135,10 +143,9 @@ class Layer(_Record):
             return "attention.fused"
         if self.is_gemm:
             return f"gemm.{self.gemm_dtype or 'mixed'}"
-        kind = self.kind.lower()
-        if kind.startswith(("comm_", "distcollective", "nccl")):
-            return f"collective.{_collective(f'{kind} {self.name}')}"
-        if kind.startswith("plugin"):
+        if self.is_collective:
+            return f"collective.{_collective(f'{self.kind} {self.name}')}"
+        if self.is_plugin:
             return f"plugin.{self.tactic or self.name}"
         return self.kind
 
@@ -187,7 +194,6 @@ def _line(line: str) -> Layer:
         constants=tuple(_tensors(match["constants"] or "", line)),
         tactic=tactic[1] if tactic else "",
         origins=_origins(metadata[1] if metadata else ""),
-        profile=_profile(match["name"]),
     )
 
 
@@ -216,7 +222,6 @@ def _entry(entry: Any) -> Layer:
             constants=tuple(_inspected(tensor) for tensor in entry.get("Constants", ())),
             tactic=str(entry.get("TacticName") or entry.get("TacticValue") or ""),
             origins=_origins(entry.get("Metadata", "")),
-            profile=_profile(entry["Name"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise LayersError(f"not a layer of an engine inspector ({error!r}): {entry!r}") from error
@@ -237,12 +242,6 @@ def _dtype(said: str) -> str:
 
 def _origins(metadata: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_ORIGIN.findall(metadata)))
-
-
-def _profile(name: str) -> int:
-    """The optimisation profile that a layer's name tells."""
-    match = _PROFILE.search(name)
-    return int(match[1] or match[2]) if match else 0
 
 
 def _collective(text: str) -> str:

@@ -62,6 +62,11 @@ class Flavour:
         return self.name == "tensorrt_rtx"
 
     @property
+    def tells_validity(self) -> bool:
+        """Whether a runtime can be asked why a plan cannot be opened here, before it is."""
+        return self.name == "tensorrt_rtx"
+
+    @property
     def has_plugins(self) -> bool:
         """Whether the parser takes registered plugins; TensorRT-RTX's ends the process at a node that names one."""
         return self.name == "tensorrt"
@@ -103,7 +108,7 @@ def make_logger(flavour: Flavour, listener: Listener) -> Any:
     """An ILogger that hands every message to the listener. TensorRT calls it from threads of its own."""
     base: Any = flavour.module.ILogger
 
-    class Logger(base):  # type: ignore[misc]  # the base class is known when the package is
+    class Logger(base):
         def __init__(self) -> None:
             base.__init__(self)  # pybind11 wants its own __init__ called, not super's
 

@@ -159,13 +159,16 @@ def build_engines(
 
 def _list_deferred(report: BuildReport, profile: str) -> None:
     """Says what remains, why, and how it is done; the store cannot be served from until then."""
-    rows = [(step.name, step.facts["deferred"]) for step in report.deferred]
-    console.table("to be done on another machine", ("step", "because"), rows)
+    by_reason: dict[str, list[str]] = {}
+    for step in report.deferred:
+        by_reason.setdefault(step.facts["deferred"], []).append(step.name)
+    for reason, names in by_reason.items():
+        console.line(f"put off: {', '.join(names)}\n  {reason}")
     command = shlex.join(["h3trt", "engines", "build", "--profile", profile, "--store", str(report.store), "--resume"])
     raise CommandError(
-        f"{report.store}: {len(report.steps) - len(rows)} of {len(report.steps)} steps are done; to finish, take it to "
-        f"a machine that the steps above ask for, with the checkpoint (--checkpoint DIRECTORY if it lies elsewhere "
-        f"there), and run: {command}",
+        f"{report.store}: {len(report.steps) - len(report.deferred)} of {len(report.steps)} steps are done; to finish, "
+        f"take it to a machine that has what is missing here, with the checkpoint (--checkpoint DIRECTORY if it lies "
+        f"elsewhere there), and run: {command}",
         Exit.INCOMPLETE,
     )
 
@@ -218,16 +221,29 @@ def verify(
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, an engine store, or an MP4 file.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint, an engine store, a .plan or .layers.json file of one, or an MP4 file.")
+    ],
     verify_hashes: Annotated[
         bool, typer.Option("--verify-hashes", help="Hash every file of a checkpoint that its SHA256SUMS lists.")
     ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="Of a plan: draw its memory by kind of layer into this file.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Of a plan: the size that each dynamic dimension counts as.")
+    ] = None,
 ) -> None:
-    """Say what a checkpoint, an engine store or an MP4 file holds."""
+    """Say what a checkpoint, an engine store, a TensorRT plan or an MP4 file holds."""
+    is_plan = path.suffix in (".plan", ".json")
+    if not is_plan and (svg is not None or rows is not None):
+        raise CommandError(f"{path}: is not a plan or a file of layers, which --svg and --rows need")
     is_checkpoint = path.is_dir() and not (path / "manifest.json").is_file()
     if verify_hashes and not is_checkpoint:
         raise CommandError(f"{path}: is not a checkpoint's directory, which --verify-hashes needs")
-    if path.is_file():
+    if is_plan:
+        _inspect_plan(path, svg, rows)
+    elif path.is_file():
         _inspect_clip(path)
     elif (path / "manifest.json").is_file():
         _inspect_store(path)
@@ -241,6 +257,22 @@ def _inspect_clip(path: Path) -> None:
     from runtime.probe import inspect_mp4
 
     console.line(inspect_mp4(path).to_json())
+
+
+def _inspect_plan(path: Path, svg: Path | None, rows: int | None) -> None:
+    from h3trt.plan_view import PlanView
+
+    if svg is not None:
+        paths.check_writable(svg)
+    view = PlanView.open(path, rows)
+    for fact in view.facts:
+        console.line(fact)
+    counted = f"bytes at {view.rows:,} for each dynamic size"
+    console.table("layers", ("layer", "kind", "precision", counted), view.rows_of_layers())
+    console.table("biggest tensors", ("tensor", "type", "shape", counted), view.biggest_tensors())
+    console.table("totals", ("kind", "layers", counted, "share"), view.totals())
+    if svg is not None:
+        view.draw(svg, path.name)
 
 
 def _inspect_store(path: Path) -> None:

@@ -49,6 +49,7 @@ _CODES = {
     ("engines.backends.onnxruntime", "LoweringError"): Exit.ENGINES,
     ("engines.build", "BuildError"): Exit.ENGINES,
     ("engines.store", "StoreError"): Exit.ENGINES,
+    ("engines.sessions.gpu", "PinError"): Exit.USAGE,
     ("engines.steps", "StepFailed"): Exit.ENGINES,
     ("runtime.text", "TokenizerError"): Exit.ENGINES,
     ("triton_repo.errors", "ServerError"): Exit.SERVER,

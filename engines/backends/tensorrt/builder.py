@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import time
 from collections.abc import Callable
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from engines.backends.tensorrt import timing_cache
 from engines.backends.tensorrt.lowering import lower
 from engines.backends.tensorrt.messages import Messages
 from engines.backends.tensorrt.network import named_inputs, parse
 from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult, Range
+from engines.backends.tensorrt.timing_cache import TimingCache
 from engines.backends.tensorrt.verdict import check
 from engines.layers import Layer, census, read_inspector
 from engines.tensorrt import Flavour, Listener, load, make_logger
@@ -26,10 +25,11 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """Takes a phase of the build, its steps done, and how many it has."""
 
+ENDS = ("minimum", "optimum", "maximum")
+"""The ends of a range in the order in which TensorRT takes them."""
+
 DRIVER = Path("/sys/module/nvidia/version")
 """Where Linux tells the version of NVIDIA's driver."""
-
-_LOG = logging.getLogger(__name__)
 
 
 def build(request: PlanRequest, plan: Path, progress: Progress, listener: Listener) -> PlanResult:
@@ -74,20 +74,20 @@ class _Build:
         """The serialized plan, and how many optimisation profiles it has."""
         trt = self._flavour.module
         model = lower(onnx.load(self._request.model, load_external_data=False), self._request.expected.plugins)
-        builder: trt.Builder = trt.Builder(self._logger)
+        builder = trt.Builder(self._logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         alive = parse(self._flavour, self._request, model, network, self._logger)
         config = builder.create_builder_config()
         monitor = make_monitor(self._flavour, self._progress)
         self._configure(config, monitor)
         profiles = self._add_profiles(builder, config, network, model)
-        cache = self._attach_cache(config)
+        cache = self._timing_cache(config)
         serialized = builder.build_serialized_network(network, config)
         del alive
         if serialized is None:
-            raise PlanError(f"graph {self._request.graph}: {self._flavour.name} cannot build it: {self._messages.reason}")
-        if cache is not None and self._request.timing_cache is not None:
-            timing_cache.save(config, cache, self._request.timing_cache)
+            raise PlanError(f"graph {self._request.graph}: {self._flavour.name} cannot build it: {self._reason()}")
+        if cache is not None:
+            cache.save()
         return serialized, profiles
 
     def _configure(self, config: trt.IBuilderConfig, monitor: trt.IProgressMonitor) -> None:
@@ -131,8 +131,10 @@ class _Build:
             profile = builder.create_optimization_profile()
             for index in range(network.num_inputs):
                 tensor = network.get_input(index)
-                axes = [self._range(name, size, ranges) for name, size in zip(named[tensor.name], tensor.shape)]
-                profile.set_shape(tensor.name, *zip(*((a.minimum, a.optimum, a.maximum) for a in axes)))
+                sizes = zip(named[tensor.name], tensor.shape, strict=True)
+                axes = [self._range(axis, size, ranges) for axis, size in sizes]
+                minimum, optimum, maximum = ([getattr(a, end) for a in axes] for end in ENDS)
+                profile.set_shape(tensor.name, minimum, optimum, maximum)
             config.add_optimization_profile(profile)
         return len(self._request.profiles)
 
@@ -144,16 +146,25 @@ class _Build:
             raise PlanError(f"graph {self._request.graph}: profiles: no range of axis {axis}; ranges of: {given}")
         return ranges[axis]
 
-    def _attach_cache(self, config: trt.IBuilderConfig) -> trt.ITimingCache | None:
+    def _reason(self) -> str:
+        """Why the build failed; the limit on memory is ours, so its name must be told."""
+        reason, limit = self._messages.reason, self._request.workspace_bytes
+        if "OutOfMemory" not in reason:
+            return reason
+        return f"{reason}\nworkspace_bytes = {limit:,}: must be at least what the activations of the largest sizes take"
+
+    def _timing_cache(self, config: trt.IBuilderConfig) -> TimingCache | None:
         file = self._request.timing_cache
-        return timing_cache.attach(config, file) if file is not None and self._flavour.has_timing_cache else None
+        if file is None or not self._flavour.has_timing_cache:
+            return None
+        return TimingCache(config, file, self._messages)
 
 
 def make_monitor(flavour: Flavour, progress: Progress) -> Any:
     """An IProgressMonitor that reports each phase with its steps."""
     base: Any = flavour.module.IProgressMonitor
 
-    class Monitor(base):  # type: ignore[misc]  # the base class is known when the package is
+    class Monitor(base):
         def __init__(self) -> None:
             base.__init__(self)
             self._totals: dict[str, int] = {}
@@ -177,8 +188,10 @@ def _inspect(flavour: Flavour, serialized: trt.IHostMemory, messages: Messages) 
     if not flavour.opens_plans_where_it_builds:
         return messages.layers()
     trt = flavour.module
-    runtime: trt.Runtime = trt.Runtime(make_logger(flavour, messages))
+    runtime = trt.Runtime(make_logger(flavour, messages))
     engine = runtime.deserialize_cuda_engine(serialized)
+    if engine is None:
+        raise PlanError(f"the plan that was built does not open on this machine: {messages.reason}")
     return read_inspector(engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON))
 
 

@@ -80,13 +80,14 @@ def _operand_type(
     quantised = [_quantised_type(name, types, producers) for name in node.input[:2]]
     kind = quantised[0] if quantised[0] and quantised[0] == quantised[1] else types.get(node.input[0])
     if kind not in DTYPES:
-        raise ValueError(f"graph {model.graph.name}: {node.op_type} {node.name}: element type {kind} of {node.input[0]}")
+        place = f"graph {model.graph.name}: {node.op_type} {node.name}"
+        raise ValueError(
+            f"{place}: element type {kind} of {node.input[0]}: must be one of {', '.join(DTYPES.values())}"
+        )
     return DTYPES[kind]
 
 
-def _quantised_type(
-    name: str, types: Mapping[str, int], producers: Mapping[str, onnx.NodeProto]
-) -> int | None:
+def _quantised_type(name: str, types: Mapping[str, int], producers: Mapping[str, onnx.NodeProto]) -> int | None:
     """The type that a tensor is dequantised from, if it is."""
     for node in _back(name, producers):
         if node.op_type == "DequantizeLinear":

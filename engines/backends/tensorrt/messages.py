@@ -35,13 +35,18 @@ class Messages:
             if text.startswith(LOG_TITLE):
                 self._layers = text
             return
+        if severity == "WARNING" and _HARMLESS.search(text):
+            severity = "INFO"
         self._listener(severity, text)
         if severity == "INFO":
             self._measure(text)
-        elif severity != "WARNING":
-            self.errors.append(text)
-        elif not _HARMLESS.search(text):
-            self.warnings.append(text)
+        else:
+            (self.warnings if severity == "WARNING" else self.errors).append(text)
+
+    @property
+    def complaints(self) -> int:
+        """How many warnings and errors there were so far."""
+        return len(self.warnings) + len(self.errors)
 
     @property
     def reason(self) -> str:

@@ -24,22 +24,34 @@ def parse(
         PlanError: an operator that TensorRT does not take, or a weight whose data do not fit.
     """
     trt = flavour.module
-    parser: trt.OnnxParser = trt.OnnxParser(network, logger)
+    parser = trt.OnnxParser(network, logger)
     if not parser.load_model_proto(model.SerializeToString()):
         raise _refusal(request, parser)
-    maps = {name: _map(constant) for name, constant in request.constants.items()}
-    _check_external(request, model)
-    for name, data in maps.items():
-        if not parser.load_initializer(name, data.ctypes.data, data.nbytes):
-            raise _refusal(request, parser, f"weight {name} of {data.nbytes:,} bytes: ")
+    maps = _give_weights(request, model, parser)
     if not parser.parse_model_proto():
         raise _refusal(request, parser)
     _mark_attentions(flavour, request, model, network)
-    return [*maps.values(), parser]
+    return [*maps, parser]
 
 
-def _map(constant: Constant) -> np.memmap[Any, Any]:
-    return np.memmap(constant.file, mode="r", offset=constant.offset, shape=(constant.nbytes,))
+def _give_weights(request: PlanRequest, model: onnx.ModelProto, parser: trt.OnnxParser) -> list[np.memmap[Any, Any]]:
+    """Hands over each external initializer where its file is mapped; nothing is copied."""
+    _check_external(request, model)
+    maps = []
+    for name, constant in request.constants.items():
+        data = _map(request, name, constant)
+        maps.append(data)
+        if not parser.load_initializer(name, data.ctypes.data, data.nbytes):
+            raise _refusal(request, parser, f"weight {name}, {data.nbytes:,} bytes of {constant.file}: ")
+    return maps
+
+
+def _map(request: PlanRequest, name: str, constant: Constant) -> np.memmap[Any, Any]:
+    try:
+        return np.memmap(constant.file, mode="r", offset=constant.offset, shape=(constant.nbytes,))
+    except (OSError, ValueError) as error:  # numpy raises ValueError where the file is too short
+        place = f"{constant.nbytes:,} bytes at {constant.offset:,} of {constant.file}"
+        raise PlanError(f"graph {request.graph}: weight {name}: {place} cannot be read: {error}") from error
 
 
 def _check_external(request: PlanRequest, model: onnx.ModelProto) -> None:
@@ -60,10 +72,13 @@ def _mark_attentions(
     for layer in _layers(network):
         if layer.type == trt.LayerType.ATTENTION_INPUT:
             layer.__class__ = trt.IAttentionInputLayer  # the network hands out every layer as an ILayer
-            boundary: trt.IAttentionInputLayer = layer
-            attention = boundary.attention
-            if outputs[attention.get_output(0).name] not in request.expected.attention_nodes:
+            attention = _attention(layer)
+            if outputs.get(attention.get_output(0).name) not in request.expected.attention_nodes:
                 attention.decomposable = True
+
+
+def _attention(layer: trt.IAttentionInputLayer) -> trt.IAttention:
+    return layer.attention
 
 
 def _layers(network: trt.INetworkDefinition) -> Iterator[trt.ILayer]:

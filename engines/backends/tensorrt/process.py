@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +25,9 @@ from engines.tensorrt import LEVELS, TensorRTMissing
 
 SHOWN = 10
 """Messages that are quoted of a process that ended without an answer."""
+
+WATCH_SECONDS = 0.05
+"""How often a building process is looked at."""
 
 _ERRORS = {kind.__name__: kind for kind in (CensusError, LayersError, TensorRTMissing)}
 
@@ -64,7 +69,9 @@ class _Answer:
         self._final: tuple[str, Any] | None = None
 
     def take(self, line: str) -> None:
-        """Takes one line of the child's."""
+        """Takes one line of the child's, unless the child died while it wrote it."""
+        if not line.endswith("\n"):
+            return
         ((kind, value),) = json.loads(line).items()
         if kind == "progress":
             self._progress(*value)
@@ -77,32 +84,51 @@ class _Answer:
 
     def result(self, child: _Child, printed: IO[bytes], request: PlanRequest) -> PlanResult:
         """The result of a child that has ended; raises what it could not do."""
-        if child.overtime:
-            raise PlanError(f"graph {self._graph}: seconds = {request.seconds}: the build took longer")
+        if child.excess:
+            raise PlanError(f"graph {self._graph}: {child.excess}")
         if self._final is None:
-            raise PlanError(self._epitaph(child.returncode, printed, request))
+            raise PlanError(self._epitaph(child.returncode, printed))
         kind, value = self._final
         if kind == "error":
             raise _ERRORS.get(value[0], PlanError)(value[1])
         return PlanResult.model_validate(value)
 
-    def _epitaph(self, code: int, printed: IO[bytes], request: PlanRequest) -> str:
+    def _epitaph(self, code: int, printed: IO[bytes]) -> str:
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        limit = f" (memory_bytes = {request.memory_bytes:,})" if request.memory_bytes is not None else ""
         printed.seek(0)
         said = [*self._last, *printed.read().decode(errors="replace").splitlines()[-SHOWN:]]
-        return "\n".join([f"graph {self._graph}: the process that builds it {ended}{limit}; it last said:", *said])
+        return "\n".join([f"graph {self._graph}: the process that builds it {ended}; it last said:", *said])
 
 
 class _Child(subprocess.Popen[str]):
-    """The building process; `overtime` says that it was ended for taking too long."""
+    """The building process. `excess` says what it took more of than it may have, for which it was ended."""
 
-    overtime = False
+    excess = ""
 
-    def end_late(self) -> None:
-        """Ends it because its time is over."""
-        self.overtime = True
-        self.kill()
+    def watch(self, request: PlanRequest, ended: threading.Event) -> None:
+        """Ends the process when it passes a limit.
+
+        The kernel's own limits are of no use: TensorRT's threads wait for each other for ever when an allocation fails.
+        """
+        started = time.monotonic()
+        while not ended.wait(WATCH_SECONDS):
+            if request.seconds is not None and time.monotonic() - started > request.seconds:
+                self.excess = f"seconds = {request.seconds:g}: the build took longer"
+            elif request.memory_bytes is not None and _private_bytes(self.pid) > request.memory_bytes:
+                self.excess = f"memory_bytes = {request.memory_bytes:,}: the build took more"
+            if self.excess:
+                self.kill()
+                return
+
+
+def _private_bytes(process: int) -> int:
+    """Memory of a process that is not a file's; 0 once it has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    match = re.search(r"RssAnon:\s*(\d+) kB", status)
+    return int(match[1]) << 10 if match else 0
 
 
 @contextmanager
@@ -113,21 +139,26 @@ def _child(plan: Path, printed: IO[bytes], request: PlanRequest) -> Iterator[_Ch
     command = [sys.executable, "-m", "engines.backends.tensorrt.worker", str(plan), str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": path}
     child = _Child(command, stdin=-1, stdout=-1, stderr=printed, env=environment, text=True, encoding="utf-8")
-    timer = threading.Timer(request.seconds, child.end_late) if request.seconds is not None else None
+    ended = threading.Event()
+    watch = threading.Thread(target=child.watch, args=(request, ended), daemon=True)
+    watch.start()
     try:
-        if timer:
-            timer.start()
-        with child.stdin:  # type: ignore[union-attr]
-            child.stdin.write(request.model_dump_json())  # type: ignore[union-attr]
+        _ask(child, request)
         yield child
     except BaseException:
         child.kill()
         raise
     finally:
         child.wait()
-        if timer:
-            timer.cancel()
+        ended.set()
+        watch.join()
         child.stdout.close()  # type: ignore[union-attr]
+
+
+def _ask(child: _Child, request: PlanRequest) -> None:
+    assert child.stdin is not None
+    with suppress(BrokenPipeError), child.stdin:  # it died already; its end says why
+        child.stdin.write(request.model_dump_json())
 
 
 @contextmanager

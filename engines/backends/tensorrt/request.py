@@ -75,7 +75,8 @@ class PlanRequest(_Record):
     one that this must have. `profiles` gives each optimisation profile's range of every named axis of the model's
     inputs. `constants` says where the data of the initializers that are external lie; empty where weights are inputs.
     `workspace_bytes` limits what a layer may use besides its tensors. `timing_cache` is read and written by TensorRT.
-    `seconds` and `memory_bytes` (the child's private memory) end a build that takes more; None is without a limit.
+    `seconds` and `memory_bytes` (of the child's own, files that it maps not counted) end a build that takes more; None
+    sets no limit.
     """
 
     graph: str

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from export.graphs.graph import Axis
 
 
-def optimisation_profiles(axes: Mapping[str, Axis], shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Range], ...]:
+def optimisation_profiles(
+    axes: Mapping[str, Axis], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Range], ...]:
     """One profile for each range of the axis that `shapes` cuts into most; the other axes have all their sizes in each.
 
     `shapes[axis]` lists the upper ends of the ranges, ascending; an axis that it does not name has one range. Range k

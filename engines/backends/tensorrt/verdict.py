@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from engines.backends.tensorrt.request import CensusError, Expected
@@ -13,49 +13,48 @@ SHOWN = 10
 
 
 def check(graph: str, layers: Iterable[Layer], expected: Expected, profiles: int) -> None:
-    """Looks for every expected node among the layers of each optimisation profile.
+    """Looks for every expected node among the layers, which a plan has once for each of its optimisation profiles.
 
     Raises:
         CensusError: an attention is not one fused kernel, a matrix product has another data type or is not to be
             found, or a collective or a plugin is missing; names expected, found and the layers concerned.
     """
-    complaints = [c for profile in range(profiles) for c in _complaints(layers, expected, profile)]
+    complaints = list(_complaints(tuple(layers), expected, profiles))
     if complaints:
         rest = [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []
         raise CensusError("\n".join([f"graph {graph}: not the plan that was asked for", *complaints[:SHOWN], *rest]))
 
 
-def _complaints(layers: Iterable[Layer], expected: Expected, profile: int) -> Iterator[str]:
-    within = [layer for layer in layers if layer.profile == profile]
+def _complaints(layers: Iterable[Layer], expected: Expected, profiles: int) -> Iterator[str]:
     by_origin: dict[str, list[Layer]] = defaultdict(list)
-    for layer in within:
+    for layer in layers:
         for origin in layer.origins:
             by_origin[origin].append(layer)
+    times = f" in each of {profiles} profiles" if profiles > 1 else ""
     for node in expected.attention_nodes:
-        if sum(layer.is_attention for layer in by_origin[node]) != 1:
-            yield f"attention {node}: expected one fused kernel, found {_show(by_origin[node])}"
+        if sum(layer.is_attention for layer in by_origin[node]) != profiles:
+            yield f"attention {node}: expected one fused kernel{times}, found {_show(by_origin[node])}"
     for node, dtype in expected.matmul_nodes.items():
-        if not _computes(by_origin[node], dtype):
-            yield f"matrix product {node}: expected {dtype}, found {_show(by_origin[node])}"
+        if not _computes(by_origin[node], dtype, profiles):
+            yield f"matrix product {node}: expected {dtype}{times}, found {_show(by_origin[node])}"
     for node in expected.collective_nodes:
-        if not any(layer.census_kind.startswith("collective.") for layer in by_origin[node]):
-            yield f"collective {node}: expected one, found {_show(by_origin[node])}"
-    yield from _missing_plugins(within, expected)
+        if sum(layer.is_collective for layer in by_origin[node]) != profiles:
+            yield f"collective {node}: expected one{times}, found {_show(by_origin[node])}"
+    yield from _missing_plugins(layers, expected, profiles)
 
 
-def _computes(layers: Iterable[Layer], dtype: str) -> bool:
-    """Whether the layers compute a matrix product, all of it on operands of that type."""
+def _computes(layers: Iterable[Layer], dtype: str, profiles: int) -> bool:
+    """Whether the layers compute a matrix product for every profile, all of it on operands of that type."""
     products = [layer for layer in layers if layer.is_gemm]
-    return bool(products) and all(layer.holds_twice(dtype) for layer in products)
+    return len(products) >= profiles and all(layer.holds_twice(dtype) for layer in products)
 
 
-def _missing_plugins(layers: Iterable[Layer], expected: Expected) -> Iterator[str]:
-    kinds = [layer for layer in layers if layer.census_kind.startswith("plugin.")]
-    for name in sorted(set(expected.plugins)):
-        wanted = expected.plugins.count(name)
-        found = [layer for layer in kinds if name in (layer.census_kind, layer.name) or name in layer.census_kind]
-        if len(found) != wanted:
-            yield f"plugin {name}: expected {wanted} layers, found {_show(found)}"
+def _missing_plugins(layers: Iterable[Layer], expected: Expected, profiles: int) -> Iterator[str]:
+    plugins = [layer for layer in layers if layer.is_plugin]
+    for name, wanted in sorted(Counter(expected.plugins).items()):
+        found = [layer for layer in plugins if name in f"{layer.name} {layer.tactic}"]
+        if len(found) != wanted * profiles:
+            yield f"plugin {name}: expected {wanted * profiles} layers, found {_show(found)}"
 
 
 def _show(layers: Iterable[Layer]) -> str:

@@ -11,7 +11,6 @@ import ctypes
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -33,8 +32,6 @@ def main(plan: str, parent: str) -> None:
     channel = _Channel()
     logging.getLogger().addHandler(_Forward(channel))
     request = PlanRequest.model_validate_json(sys.stdin.read())
-    if request.memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
     try:
         result = build(
             request,
@@ -44,8 +41,6 @@ def main(plan: str, parent: str) -> None:
         )
     except (PlanError, LayersError, TensorRTMissing, OSError) as error:
         channel.send("error", [type(error).__name__, str(error)])
-    except MemoryError:
-        channel.send("error", ["PlanError", f"graph {request.graph}: out of memory"])
     else:
         channel.send("result", result.model_dump(mode="json"))
 
