@@ -300,9 +300,10 @@ class EngineStore:
             for kind in engine.plan.census
         )
         if ranks > 1 and not exchanges:
+            name = self.manifest.profile.name
             raise StoreError(
-                f"{self.root}: profile {self.manifest.profile.name} has ranks.ulysses = {ranks}, but no engine's census "
-                f"shows an exchange between ranks: this release plans such profiles and builds the engines of one rank"
+                f"{self.root}: profile {name} has ranks.ulysses = {ranks}, but no engine's census shows an exchange "
+                f"between ranks: this release plans such profiles, and builds the engines of one rank"
             )
 
     def _verify_gpus(self) -> None:

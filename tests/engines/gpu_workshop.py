@@ -25,9 +25,9 @@ from tests.engines import small_checkpoint
 NAMES = {"attend": "block", "table": "epilogue"}
 
 
-def write_gpu_profile(file: Path, **changes: str) -> Path:
-    """The shipped `rtx4090` profile, with some lines changed: `write_gpu_profile(file, weights='"baked"')`."""
-    lines = (PROFILES / "rtx4090.toml").read_text().splitlines()
+def write_gpu_profile(file: Path, shipped: str = "rtx4090", **changes: str) -> Path:
+    """A shipped profile with some lines changed: `write_gpu_profile(file, weights='"baked"')`."""
+    lines = (PROFILES / f"{shipped}.toml").read_text().splitlines()
     for key, text in changes.items():
         lines = [f"{key} = {text}" if line.startswith(f"{key} =") else line for line in lines]
     file.write_text("\n".join(lines))
