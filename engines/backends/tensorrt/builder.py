@@ -149,7 +149,7 @@ class _Build:
     def _reason(self) -> str:
         """Why the build failed; the limit on memory is ours, so its name must be told."""
         reason, limit = self._messages.reason, self._request.workspace_bytes
-        if "OutOfMemory" not in reason:
+        if "OutOfMemory" not in reason and "workspace limit" not in reason:
             return reason
         return f"{reason}\nworkspace_bytes = {limit:,}: must be at least what the activations of the largest sizes take"
 
