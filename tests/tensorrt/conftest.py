@@ -1,4 +1,4 @@
-"""Checkpoints of the miniature's and of the release's dimensions, and their graphs in the precision of a GPU's profile."""
+"""Checkpoints of the miniature's and of the release's dimensions, and their graphs in a GPU profile's precision."""
 
 from __future__ import annotations
 

@@ -89,9 +89,9 @@ def test_a_block_of_the_released_dimensions_holds_its_weights_when_baked(
     emitted = released(arithmetic, "block")
     weights = sum(stored.nbytes for stored in emitted.bindings[0].values())
     result, size = build(emitted, tmp_path, baked=True)
-    # Once for all of its profiles.
-    assert weights <= result.weights_bytes < weights + 16_000_000
-    assert weights < size < weights + 16_000_000
+    # Once for all of its profiles; some of the small ones, read as zeros, are folded away.
+    assert result.weights_bytes == pytest.approx(weights, abs=1_000_000)
+    assert -1_000_000 < size - weights < 16_000_000
 
 
 def attentions(emitted: Emitted) -> int:

@@ -74,10 +74,10 @@ def test_weights_inside_come_from_where_they_lie(tmp_path: Path) -> None:
     too_long = place.model_copy(update={"offset": 8192})
     with pytest.raises(PlanError, match=r"weight w: 16,384 bytes at 8,192 of .*weights cannot be read"):
         build_plan(request(source, tmp_path, constants={"w": too_long}), tmp_path / "other")
+    short = place.model_copy(update={"nbytes": 16380})
     with pytest.raises(PlanError, match=r"weight w, 16,380 bytes of .*weights"):
-        short = place.model_copy(update={"nbytes": 16380})
         build_plan(request(source, tmp_path, constants={"w": short}), tmp_path / "other")
-    with pytest.raises(PlanError, match="constants must say where each external initializer lies.*: w"):
+    with pytest.raises(PlanError, match=r"constants must say where each external initializer lies.*: w"):
         build_plan(request(source, tmp_path), tmp_path / "other")
 
 

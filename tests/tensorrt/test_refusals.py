@@ -19,19 +19,21 @@ NO_FUSED_KERNEL = (
     "Attention operation was not supported by a dedicated kernel."
 )
 """https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/transformers-fused-attention.html: an
-IAttention is not decomposable unless it says so, and then fails where there is no fused kernel for its type and shape."""
+IAttention is not decomposable unless it says so, and then fails where no fused kernel has its type and shape."""
 
 NO_BFLOAT16_DECONVOLUTION = "infer_type] Could not infer output types for operation:"
 """https://github.com/NVIDIA/TensorRT/issues/4829 and https://github.com/NVIDIA/TensorRT-Incubator/issues/565: there is
 no transposed convolution of bfloat16, for which the audio decoder stays float32."""
 
 NO_SCALE_BY_ROW = "node quantise (QuantizeLinear): Invalid Node - quantise"
-"""https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/work-quantized-types.html: a scale is a
-constant of the network, by tensor or by channel of a weight; ours by row are multiplied after the product instead."""
+"""https://docs.nvidia.com/deeplearning/tensorrt/11.0.0/inference-library/work-quantized-types.html: scales are by
+tensor, by channel or by block, not by row of what is computed; ours by row are multiplied after the product instead."""
 
-NO_SUCH_OPERATOR = 'node odd (nothing): creator && "Plugin not found, are the plugin name, version, and namespace correct?"'
-"""https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md: an operator that is not listed there is looked for
-among the plugins, of which TensorRT-RTX has none."""
+NO_SUCH_OPERATOR = (
+    'node odd (nothing): creator && "Plugin not found, are the plugin name, version, and namespace correct?"'
+)
+"""https://github.com/onnx/onnx-tensorrt/issues/800: an operator that the parser does not know is looked for among the
+plugins, of which TensorRT-RTX has none."""
 
 
 @pytest.mark.parametrize(
