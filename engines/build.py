@@ -20,8 +20,8 @@ from engines.graph_steps import GraphSteps
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.plan import Workload, make_plan
-from engines.quantise_step import QuantiseStep
 from engines.profile import Partition, Profile
+from engines.quantise_step import QuantiseStep
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
 from engines.store import (
     LOCK,

@@ -37,11 +37,13 @@ NARROW_FIRST = ("FP4", "FP8", "Int4", "Int8", "Half", "BFloat16", "Float")
 LOG_TITLE = "Layers:\n"
 """How the message of the builder's log begins."""
 
-# Names of formats that older releases put before the type, as in "Row major linear FP16 format".
+# Names of formats that older releases put before the type, as in "Row major linear FP16 format"; and, in the builder's
+# log, of the 4-bit type.
 _FORMAT_TYPES = {
     "FP32": "Float",
     "FP16": "Half",
     "BF16": "BFloat16",
+    "FP4E2M1": "FP4",
     "INT8": "Int8",
     "INT32": "Int32",
     "INT64": "Int64",

@@ -162,7 +162,7 @@ class Profile(_Table):
     """The typed content of a profile file; `name` is what `load` finds it by: a shipped name, else the file's path.
 
     `shapes[axis]` lists the upper ends of the ranges of sizes that engines are optimised for, ascending; the last is
-    the largest legal size. They are sizes of a request: with several ranks an engine's `rows` are that many times less.
+    the largest legal size. They are sizes of a whole request, whatever the ranks.
     `row_chunk` is the most rows that go through the row-local parts of a block at once, 0 for all of them. A CPU has no
     device, ranks, residency or shapes.
     """

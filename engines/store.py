@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engines import machine
 from engines.backend import BackendMissing, backend_version
-from engines.profile import PROFILES, Partition, Profile
+from engines.profile import PROFILES, Partition, Profile, ProfileError
 from plugins.dimensions import Dimensions
 
 SCHEMA_VERSION = 2
@@ -221,12 +221,15 @@ class EngineStore:
         Raises:
             StoreError: no manifest, another schema version, a missing or changed engine or tokenizer, a missing or
                 changed weight file; to run it, a backend that is not installed in the version the engines were made
-                with, or no GPU of a compute capability that they were made for.
+                with, no GPU of a compute capability that they were made for, a profile that has changed since, or
+                several ranks whose engines do not exchange anything.
         """
         root = Path(path)
         store = EngineStore(root, _read_manifest(root))
         if to_run:
             store._verify_backend()
+            store._verify_profile()
+            store._verify_ranks()
             store._verify_gpus()
         for record in store._files():
             store._verify_file(record)
@@ -274,6 +277,34 @@ class EngineStore:
             raise StoreError(f"{self.root}: its engines run on {package} {built}, but {missing}") from None
         if installed != built:
             raise self._error(f"{self.root}: built for {package} {built}, but {package} {installed} is installed")
+
+    def _verify_profile(self) -> None:
+        """A profile's file, where it is still there, must say what it said when the engines were built."""
+        built = self.manifest.profile
+        try:
+            now = Profile.load(built.name)
+        except ProfileError:
+            return
+        for key in Profile.model_fields:
+            before, after = getattr(built, key), getattr(now, key)
+            if before != after:
+                raise self._error(f"{self.root}: built with {key} = {before}, but profile {built.name} has {after}")
+
+    def _verify_ranks(self) -> None:
+        """Ranks that share a sequence must exchange its rows: without, each would attend to its own alone."""
+        ranks = self.manifest.profile.ranks.ulysses
+        exchanges = any(
+            kind.startswith("collective.")
+            for engine in self.manifest.graphs.values()
+            if engine.plan is not None
+            for kind in engine.plan.census
+        )
+        if ranks > 1 and not exchanges:
+            name = self.manifest.profile.name
+            raise StoreError(
+                f"{self.root}: profile {name} has ranks.ulysses = {ranks}, but no engine's census shows an exchange "
+                f"between ranks: this release plans such profiles, and builds the engines of one rank"
+            )
 
     def _verify_gpus(self) -> None:
         """Every GPU that the profile uses must be of a compute capability that every plan was built for."""

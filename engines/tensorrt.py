@@ -62,6 +62,11 @@ class Flavour:
         return self.name == "tensorrt_rtx"
 
     @property
+    def tells_validity(self) -> bool:
+        """Whether a runtime can be asked why a plan cannot be opened here, before it is."""
+        return self.name == "tensorrt_rtx"
+
+    @property
     def has_plugins(self) -> bool:
         """Whether the parser takes registered plugins; TensorRT-RTX's ends the process at a node that names one."""
         return self.name == "tensorrt"

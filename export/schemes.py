@@ -106,11 +106,11 @@ class _Nvfp4(Scheme):
         return {
             "weight_packed": Declared((channels, inner // 2), torch.uint8),
             "weight_block_scale": Declared((channels, inner // nvfp4_linear.BLOCK), fp8_linear.E4M3),
-            "weight_scale": Declared((), torch.float32),
+            "weight_scale": Declared((1,), torch.float32),
         }
 
     def whole(self, slabs: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        amax = torch.stack([slab.abs().amax().float() for slab in slabs]).amax()
+        amax = torch.stack([slab.abs().amax().float() for slab in slabs]).amax().reshape(1)
         return {"weight_scale": nvfp4_linear.upper_scale(amax)}
 
     def rows(self, slab: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -159,13 +159,16 @@ def build_engines(
 
 def _list_deferred(report: BuildReport, profile: str) -> None:
     """Says what remains, why, and how it is done; the store cannot be served from until then."""
-    rows = [(step.name, step.facts["deferred"]) for step in report.deferred]
-    console.table("to be done on another machine", ("step", "because"), rows)
+    by_reason: dict[str, list[str]] = {}
+    for step in report.deferred:
+        by_reason.setdefault(step.facts["deferred"], []).append(step.name)
+    for reason, names in by_reason.items():
+        console.line(f"put off: {', '.join(names)}\n  {reason}")
     command = shlex.join(["h3trt", "engines", "build", "--profile", profile, "--store", str(report.store), "--resume"])
     raise CommandError(
-        f"{report.store}: {len(report.steps) - len(rows)} of {len(report.steps)} steps are done; to finish, take it to "
-        f"a machine that the steps above ask for, with the checkpoint (--checkpoint DIRECTORY if it lies elsewhere "
-        f"there), and run: {command}",
+        f"{report.store}: {len(report.steps) - len(report.deferred)} of {len(report.steps)} steps are done; to finish, "
+        f"take it to a machine that has what is missing here, with the checkpoint (--checkpoint DIRECTORY if it lies "
+        f"elsewhere there), and run: {command}",
         Exit.INCOMPLETE,
     )
 

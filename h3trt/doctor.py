@@ -7,12 +7,13 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from engines.machine import available_processors, memory_bytes
+from engines.profile import Profile
+from h3trt.check import Check
 from triton_repo.errors import ServerError
 from triton_repo.installation import Installation
 from triton_repo.ports import DEFAULT_PORTS, port_is_free
@@ -27,18 +28,8 @@ LEAST_MEMORY = 3 * GIB
 LEAST_SHARED_MEMORY = 64 * MIB
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing looked at: what was found, whether it suffices, and if not, what mends it."""
-
-    name: str
-    good: bool
-    found: str
-    remedy: str = ""
-
-
-def examine(store: Path) -> list[Check]:
-    """All checks of this machine and of the engine store at `store`, if there is one."""
+def examine(store: Path, profile: Profile) -> list[Check]:
+    """All checks of this machine for a profile, and of the engine store at `store`, if there is one."""
     return [
         _python(),
         *_packages("serve"),
@@ -47,7 +38,9 @@ def examine(store: Path) -> list[Check]:
         _processors(),
         _memory(),
         _shared_memory(),
+        *_media(),
         *_ports(),
+        *_gpu_checks(profile, store),
         _store(store),
     ]
 
@@ -99,6 +92,25 @@ def _shared_memory() -> Check:
     free = shutil.disk_usage(SHARED_MEMORY).free
     remedy = f"mount -o remount,size=1G {SHARED_MEMORY} (in a container: docker run --shm-size=1g)"
     return Check("shared memory", free >= LEAST_SHARED_MEMORY, f"{free / MIB:.0f} MiB free", remedy)
+
+
+def _media() -> Iterator[Check]:
+    """The encoders of the finished clip, in the FFmpeg libraries that PyAV brings; without it `_packages` says so."""
+    try:
+        import av
+    except ImportError:
+        return
+    for codec in ("libx264", "aac"):
+        found = ", ".join(f"{name} {'.'.join(map(str, v))}" for name, v in sorted(av.library_versions.items())[:1])
+        there = codec in av.codecs_available
+        yield Check(codec, there, found if there else "not in PyAV's FFmpeg", "pip install --force-reinstall av")
+
+
+def _gpu_checks(profile: Profile, store: Path) -> Iterator[Check]:
+    if profile.on_gpu:
+        from h3trt.profile_checks import profile_checks  # needs the exporter, which a serving host may lack
+
+        yield from profile_checks(profile, store)
 
 
 def _ports() -> Iterator[Check]:

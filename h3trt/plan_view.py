@@ -39,7 +39,8 @@ class PlanView:
     def open(path: Path, rows: int | None) -> PlanView:
         """Reads a plan's layers: of a store's plan from the file beside it, or from a JSON file of layers.
 
-        That JSON is a build's or an IEngineInspector's. `rows` is, if not given, the largest that the store tells, or 1.
+        That JSON is a build's or an IEngineInspector's. Without `rows` it is the largest size that the store tells,
+        or 1.
 
         Raises:
             CommandError: no such file, a plan without its layers' file, or not a file of layers.

@@ -130,9 +130,10 @@ def demo(
 
 def doctor(profile: ProfileOption = "cpu", store: StoreOption = None) -> None:
     """Check this machine for building and serving; for all that is missing, print the command that mends it."""
+    from engines.profile import Profile
     from h3trt.doctor import examine
 
-    checks = examine(store or paths.engine_store(profile))
+    checks = examine(store or paths.engine_store(profile), Profile.load(profile))
     console.table("", ("", "what", "found"), [("ok" if c.good else "!!", c.name, c.found) for c in checks])
     bad = [check for check in checks if not check.good]
     for check in bad:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engines import machine
-from engines.store import Manifest
+from engines.store import EngineRecord, Manifest
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, TIMESTEP_SLOTS, Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
 from runtime.contract import SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_RATIO_MAXIMUM
@@ -142,7 +142,7 @@ class MemoryModel:
         return MemoryModel(
             manifest.dimensions,
             manifest.profile.memory_budget(machine.memory_bytes()),
-            rows_maximum=manifest.graphs["prologue"].axes["rows"].maximum,
+            rows_maximum=_most_rows(manifest.graphs["prologue"]),
             tile_features=max(int(weight.shape[0]) for weight in decoder if len(weight.shape) > 1),
             row_chunk=manifest.profile.row_chunk,
         )
@@ -243,6 +243,12 @@ class MemoryModel:
         pixels = math.ceil(pixel * shape.width * shape.height)
         # The soundtrack is decoded before the picture, and its memory is given back.
         return max(FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples)
+
+
+def _most_rows(engine: EngineRecord) -> int:
+    """The largest legal number of rows; a plan may have been built for fewer than its graph allows."""
+    built = [ranges["rows"].maximum for ranges in engine.plan.profiles] if engine.plan else []
+    return max(built, default=engine.axes["rows"].maximum)
 
 
 def canvases_like(width: int, height: int) -> Iterator[tuple[int, int]]:

@@ -29,11 +29,11 @@ class TextEncoder:
         self._dimensions = engines.manifest.dimensions.text_encoder
 
     def encode(self, token_ids: torch.Tensor, report: Reporter, cancellation: Cancellation) -> torch.Tensor:
-        """Conditioning [L, text_dim] in the engines' compute dtype, of token ids [L] int64.
+        """Conditioning [L, text_dim] on the engines' device in their compute dtype, of token ids [L] int64.
 
         Raises `Cancelled` between layers once `cancellation` is set.
         """
-        cos, sin = text_rotary(len(token_ids), self._dimensions)
+        cos, sin = (angles.to(self._engines.device) for angles in text_rotary(len(token_ids), self._dimensions))
         hidden = self._engines.run("text_encoder.embedding", {"token_ids": token_ids})["hidden"]
         layers = self._dimensions.layers
         report("encode", 0, layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -71,7 +72,7 @@ class Pipeline:
 
     def encode(self, tokens: torch.Tensor, progress: Progress, cancellation: Cancellation) -> torch.Tensor:
         """Conditioning [L, text_dim] of token ids [L]. Raises Cancelled."""
-        return self._encoder.encode(tokens, self._reporter(progress), cancellation)
+        return self._encode(tokens, self._reporter(progress), cancellation).cpu()
 
     def denoise(
         self, resolved: Resolved, text: torch.Tensor, progress: Progress, cancellation: Cancellation
@@ -101,9 +102,16 @@ class Pipeline:
     def generate(self, resolved: Resolved, progress: Progress, cancellation: Cancellation) -> bytes:
         """All stages of one request in this process. Raises Cancelled."""
         report = self._reporter(progress)
-        text = self._encoder.encode(self.tokenize(resolved), report, cancellation)
+        text = self._encode(self.tokenize(resolved), report, cancellation)
         video, audio = self._denoise(resolved, text, report, cancellation)
         return self._decode(resolved, video, audio, report, cancellation)
+
+    def _encode(self, tokens: torch.Tensor, report: Reporter, cancellation: Cancellation) -> torch.Tensor:
+        with self._stage("encode"):
+            return self._encoder.encode(tokens, report, cancellation)
+
+    def _stage(self, stage: PipelineStage) -> AbstractContextManager[None]:
+        return self._engines.stage(stage_graphs(self.manifest)[stage])
 
     def noise(self, resolved: Resolved) -> InitialNoise:
         """The initial state that the request's seed and seed convention stand for."""
@@ -120,13 +128,17 @@ class Pipeline:
     def trajectory(
         self, resolved: Resolved, text: torch.Tensor, report: Reporter, cancellation: Cancellation
     ) -> Iterator[State]:
-        """The rows being denoised: the initial noise, then the state after each step. Raises Cancelled."""
+        """The rows being denoised: the initial noise, then, on the engines' device, the state after each step.
+
+        Raises Cancelled.
+        """
         noise, patch = self.noise(resolved), self._dimensions.denoiser.patch
         start = State(patchify_video(noise.video, patch), noise.audio_rows)
-        sequence = self._denoiser.sequence(text, self.layout(resolved, len(text)))
         schedule = Schedule.uniform(resolved.forwards, resolved.video_shift, resolved.audio_shift)
         yield start
-        yield from self._denoiser.sample(sequence, schedule, start, report, cancellation)
+        with self._stage("denoise"):
+            sequence = self._denoiser.sequence(text, self.layout(resolved, len(text)))
+            yield from self._denoiser.sample(sequence, schedule, start, report, cancellation)
 
     def layout(self, resolved: Resolved, text_rows: int) -> Layout:
         """The packed rows of a request whose prompt has `text_rows` tokens."""
@@ -138,7 +150,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (state,) = deque(self.trajectory(resolved, text, report, cancellation), maxlen=1)
         video = unpatchify_video(state.video, *_latent_grid(resolved), self._dimensions.denoiser.patch)
-        return video, unpack_audio(state.audio, resolved.audio_latents)
+        return video.cpu(), unpack_audio(state.audio, resolved.audio_latents).cpu()
 
     def _decode(
         self,
@@ -151,21 +163,22 @@ class Pipeline:
         media = resolved.media
         options = MediaOptions(crf=media.crf, preset=media.preset, audio_bitrate=1000 * media.audio_bitrate)
         rate = self._dimensions.audio_vae.sample_rate
-        with Mp4Writer(resolved.width, resolved.height, rate, options) as writer:
+        placed = video.to(self._engines.device)
+        with self._stage("decode"), Mp4Writer(resolved.width, resolved.height, rate, options) as writer:
             writer.write_audio(self.waveform(audio))
-            for frames in decode_video(video, self.decode_tile, self._dimensions.video_vae, report, cancellation):
-                writer.write_frames(frames)
+            for frames in decode_video(placed, self.decode_tile, self._dimensions.video_vae, report, cancellation):
+                writer.write_frames(frames.cpu())
             return writer.finish()
 
     def decode_tile(self, latents: torch.Tensor) -> torch.Tensor:
         """One decoder tile: normalised latents [1, 24, 7, 16, 16] to frames [1, 3, 28, 256, 256], float32."""
-        return self._engines.run("video_decoder_tile", {"latents": latents})["frames"]
+        return self._engines.run("video_decoder_tile", {"latents": latents})["frames"].to(latents.device)
 
     def waveform(self, audio: torch.Tensor) -> torch.Tensor:
         """The soundtrack of normalised latents [2, 32, A]: float32 [2, 800 A]."""
 
         def run(latents: torch.Tensor) -> torch.Tensor:
-            return self._engines.run("audio_decoder", {"latents": latents})["waveform"]
+            return self._engines.run("audio_decoder", {"latents": latents})["waveform"].cpu()
 
         return decode_audio(audio, run, self._dimensions.audio_vae)
 

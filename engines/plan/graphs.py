@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from engines.plan import arrays
 from engines.plan.arrays import FLOAT, Widths
 from engines.plan.plan import GraphPlan, Rows, Workload
-from engines.plan.weights import GraphWeights, graph_weights
+from engines.plan.weights import GraphWeights, Model
 from engines.profile import Arithmetic, Profile, component_of
 from export.checkpoint.components.audio_vae import AudioVAEConfig
 from export.checkpoint.components.video_vae import VideoVAEConfig
@@ -38,13 +38,17 @@ class Weighing:
     """A model's weights on one profile."""
 
     profile: Profile
-    outline: Outline
-    weights: dict[str, GraphWeights]
+    model: Model
 
-    @staticmethod
-    def of(profile: Profile, outline: Outline) -> Weighing:
-        """Reads no file."""
-        return Weighing(profile, outline, graph_weights(outline))
+    @property
+    def outline(self) -> Outline:
+        """The model's sizes."""
+        return self.model.outline
+
+    @property
+    def weights(self) -> Mapping[str, GraphWeights]:
+        """What the model's graphs are bound to."""
+        return self.model.weights
 
     def arithmetic(self, graph: str) -> Arithmetic:
         """How a graph's matrix products are computed, where it does not pin them."""
@@ -130,8 +134,7 @@ class Costs:
         return "float32" if self._denoiser == "float32" else "bfloat16"
 
     def _plan(self, name: str, run: _Run) -> GraphPlan:
-        # The segments of a block share the weights of the block that they are cut from.
-        instances = self._segment_weights(name)
+        instances = self.weighing.instances(name)
         passes = run.runs / len(instances)
         return GraphPlan(
             graph=name,
@@ -149,12 +152,6 @@ class Costs:
             traffic=passes * sum(instances) + run.runs * run.arrays,
             exchanged=run.exchanged,
         )
-
-    def _segment_weights(self, name: str) -> tuple[int, ...]:
-        if not name.startswith("block."):
-            return self.weighing.instances(name)
-        weights = self.weighing.weights["block"].part(SEGMENTS[name])
-        return weights.nbytes(self._denoiser)
 
     def _runs(self) -> Iterator[tuple[str, _Run]]:
         yield "text_encoder.embedding", self._embedding()
@@ -264,7 +261,7 @@ class Costs:
 
     def _project(self, runs: int) -> _Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
-        linear = 2.0 * self.weighing.weights["block"].part(SEGMENTS["block.project"]).products() * rows.local
+        linear = 2.0 * self.weighing.weights["block.project"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + 3 * size.inner * widths.item + self._per_row) + self._table
         row = arrays.project(size, self._denoiser)
         flops = _flops(self._denoiser, self._block_runs * linear, 0)
@@ -294,7 +291,7 @@ class Costs:
 
     def _finish(self, runs: int) -> _Run:
         size, rows = self._size, self.rows
-        linear = 2.0 * self.weighing.weights["block"].part(SEGMENTS["block.finish"]).products() * rows.local
+        linear = 2.0 * self.weighing.weights["block.finish"].products() * rows.local
         row = arrays.finish(size, self._denoiser)
         flops = _flops(self._denoiser, self._block_runs * linear, 0)
         # Hidden rows and mixed values are counted where they are made.
@@ -398,14 +395,6 @@ class Costs:
         io = AUDIO_CHANNELS * latents * FLOAT * (config.latent_channels + samples)
         kept = latents * arrays.audio(widest)
         return _Run(1, kept, flops, 2 * kept * len(config.decoder_rates), io, workspace=LIBRARY_WORKSPACE)
-
-
-SEGMENTS = {
-    "block.project": ("norm1.", "attn.to_q.", "attn.to_k.", "attn.to_v.", "attn.norm_q.", "attn.norm_k."),
-    "block.attend": (),
-    "block.finish": ("attn.to_out.", "norm2.", "ff."),
-}
-"""Which of a block's weights each of its segments takes, by their names' starts."""
 
 
 def _flops(arithmetic: Arithmetic, linear: float, attention: float) -> dict[Arithmetic, float]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from engines.plan.graphs import Costs, Weighing
-from engines.plan.plan import Plan, PlanError, Workload
+from engines.plan.plan import GraphPlan, Plan, PlanError, Workload
 from engines.plan.refusal import refuse
 from engines.plan.rules import check
 from engines.plan.stages import Placement
+from engines.plan.weights import Model
 from engines.profile import Profile
 from export.checkpoint.outline import Outline
 from export.checkpoint.tree import COMPONENTS
@@ -32,16 +33,17 @@ def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:
     Raises:
         PlanError: the profile contradicts the model, or the request does not fit; says what would.
     """
-    check(profile, outline, workload)
-    plan = draft(profile, outline, workload)
+    model = Model(outline)
+    check(profile, model, workload)
+    plan = draft(profile, model, workload)
     if plan.limit and plan.peak > plan.limit:
-        raise PlanError(refuse(plan, profile, outline, draft))
+        raise PlanError(refuse(plan, profile, model, draft))
     return plan
 
 
-def draft(profile: Profile, outline: Outline, workload: Workload) -> Plan:
+def draft(profile: Profile, model: Model, workload: Workload) -> Plan:
     """The plan of a request, whether it fits or not."""
-    costs = Costs(Weighing.of(profile, outline), workload)
+    costs = Costs(Weighing(profile, model), workload)
     graphs = costs.plans()
     placement = Placement(costs, graphs)
     pinned = sum(holding.pinned for holding in placement.holdings.values())
@@ -66,15 +68,10 @@ def draft(profile: Profile, outline: Outline, workload: Workload) -> Plan:
         # What shares the host's memory is read from the disk, not kept in memory twice.
         pinned=0 if unified else pinned,
         host=working + (0 if unified else pinned) + tables + HOST_PROCESS * max(1, profile.gpus),
-        checkpoint=_checkpoint_bytes(profile, outline),
-        sidecar=_sidecar_bytes(costs.weighing),
-        engines=ENGINE_BYTES + _baked_bytes(profile, graphs_weights(costs.weighing)),
+        checkpoint=_checkpoint_bytes(profile, model.outline),
+        sidecar=_sidecar_bytes(graphs, costs.weighing),
+        engines=ENGINE_BYTES + (sum(graph.weights for graph in graphs) if profile.weights == "baked" else 0),
     )
-
-
-def graphs_weights(weighing: Weighing) -> int:
-    """Bytes of all graphs' weights of one partition."""
-    return sum(sum(weighing.instances(graph)) for graph in weighing.weights)
 
 
 def _checkpoint_bytes(profile: Profile, outline: Outline) -> int:
@@ -83,11 +80,8 @@ def _checkpoint_bytes(profile: Profile, outline: Outline) -> int:
     return len(profile.partitions) * outline.stored_bytes("denoiser") + others
 
 
-def _sidecar_bytes(weighing: Weighing) -> int:
-    sizes = {g: w.quantised_nbytes(weighing.arithmetic(g)) for g, w in weighing.weights.items()}
+def _sidecar_bytes(graphs: tuple[GraphPlan, ...], weighing: Weighing) -> int:
+    """The encoder's quantised linears once, the transformer's for each partition."""
+    sizes = weighing.model.sidecar({graph.graph: weighing.arithmetic(graph.graph) for graph in graphs})
     encoder = sum(size for graph, size in sizes.items() if graph.startswith("text_encoder"))
     return encoder + len(weighing.profile.partitions) * (sum(sizes.values()) - encoder)
-
-
-def _baked_bytes(profile: Profile, weights: int) -> int:
-    return weights if profile.weights == "baked" else 0

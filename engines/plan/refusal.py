@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engines.plan.plan import Plan, StagePlan, Workload
+from engines.plan.weights import Model
 from engines.profile import COMPONENTS, Component, Profile, Residency
-from export.checkpoint.outline import Outline
 from plugins.dimensions import FRAMES_PER_SECOND
 from plugins.shape import legal_frames
 
-Draft = Callable[[Profile, Outline, Workload], Plan]
+Draft = Callable[[Profile, Model, Workload], Plan]
 
 CHUNKS = (32768, 16384, 8192, 4096)
 """Rows through a block at once that are worth trying, most first."""
@@ -30,7 +31,7 @@ class Change:
     workload: Workload
 
 
-def refuse(plan: Plan, profile: Profile, outline: Outline, draft: Draft) -> str:
+def refuse(plan: Plan, profile: Profile, model: Model, draft: Draft) -> str:
     """The text of a refusal."""
     stage = max(plan.stages, key=lambda one: one.peak)
     over = plan.peak - plan.limit
@@ -39,7 +40,7 @@ def refuse(plan: Plan, profile: Profile, outline: Outline, draft: Draft) -> str:
         f"{stage.name} needs {gigabytes(plan.peak)} of {gigabytes(plan.limit)} on one GPU, {gigabytes(over)} too much",
         f"  {arithmetic(stage)}",
     ]
-    found = [change.words for change in suggestions(plan, profile, outline, draft)]
+    found = [change.words for change in suggestions(plan, profile, model, draft)]
     return "\n".join([*lines, *(f"  would fit: {words}" for words in found or ("nothing that the planner knows",))])
 
 
@@ -62,35 +63,35 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def suggestions(plan: Plan, profile: Profile, outline: Outline, draft: Draft) -> Iterator[Change]:
+def suggestions(plan: Plan, profile: Profile, model: Model, draft: Draft) -> Iterator[Change]:
     """Changes that make the request fit, each by itself; if none does, one that takes several."""
-    fits = _Fits(outline, draft)
-    single = [change for change in _single(plan, profile, outline, fits) if fits(change)]
+    fits = _Fits(model, draft)
+    single = [change for change in _single(plan, profile, model, fits) if fits(change)]
     yield from single
     if not single:
-        yield from _several(plan, profile, outline, fits)
+        yield from _several(plan, profile, model, fits)
 
 
 @dataclass(frozen=True)
 class _Fits:
-    outline: Outline
+    model: Model
     draft: Draft
 
     def __call__(self, change: Change) -> bool:
-        plan = self.draft(change.profile, self.outline, change.workload)
+        plan = self.draft(change.profile, self.model, change.workload)
         return plan.peak <= plan.limit
 
 
-def _single(plan: Plan, profile: Profile, outline: Outline, fits: _Fits) -> Iterator[Change]:
+def _single(plan: Plan, profile: Profile, model: Model, fits: _Fits) -> Iterator[Change]:
     workload = plan.workload
     yield from _off_the_gpu(profile, workload)
     yield from _chunked(plan, profile, workload, fits)
     yield from _quantised(profile, workload)
-    yield from _fewer_blocks(profile, workload, outline, fits)
-    yield from _shorter(profile, workload, outline, fits)
+    yield from _fewer_blocks(profile, workload, model, fits)
+    yield from _shorter(profile, workload, model, fits)
 
 
-def _several(plan: Plan, profile: Profile, outline: Outline, fits: _Fits) -> Iterator[Change]:
+def _several(plan: Plan, profile: Profile, model: Model, fits: _Fits) -> Iterator[Change]:
     """The changes that cost least, one upon the other, until it fits."""
     words: list[str] = []
     for change in _gather(plan, profile, plan.workload):
@@ -100,7 +101,7 @@ def _several(plan: Plan, profile: Profile, outline: Outline, fits: _Fits) -> Ite
             yield Change(" and ".join(words), profile, plan.workload)
             return
     for further in (_fewer_blocks, _shorter):
-        for change in further(profile, plan.workload, outline, fits):
+        for change in further(profile, plan.workload, model, fits):
             yield Change(" and ".join([*words, change.words]), change.profile, change.workload)
             return
 
@@ -149,20 +150,24 @@ def _quantised(profile: Profile, workload: Workload) -> Iterator[Change]:
         yield Change('precision.denoiser = "fp8"', _with(profile, precision=precision), workload)
 
 
-def _fewer_blocks(profile: Profile, workload: Workload, outline: Outline, fits: _Fits) -> Iterator[Change]:
+def _fewer_blocks(profile: Profile, workload: Workload, model: Model, fits: _Fits) -> Iterator[Change]:
     """The most resident blocks that fit."""
     assert profile.residency is not None  # as profiles for GPUs are validated
     now = profile.residency.denoiser
-    for blocks in range((now if isinstance(now, int) else outline.dimensions.denoiser.layers) - 1, -1, -1):
-        change = Change(f"residency.denoiser = {blocks}", _moved(profile, denoiser=blocks), workload)
-        if fits(change):
-            yield change
-            return
+    most = now if isinstance(now, int) else model.outline.dimensions.denoiser.layers
+
+    def change(blocks: int) -> Change:
+        return Change(f"residency.denoiser = {blocks}", _moved(profile, denoiser=blocks), workload)
+
+    # The peak grows with the blocks: the first that does not fit is found by halving.
+    count = bisect.bisect_left(range(most), True, key=lambda blocks: not fits(change(blocks)))
+    if count:
+        yield change(count - 1)
 
 
-def _shorter(profile: Profile, workload: Workload, outline: Outline, fits: _Fits) -> Iterator[Change]:
+def _shorter(profile: Profile, workload: Workload, model: Model, fits: _Fits) -> Iterator[Change]:
     """The longest duration that fits."""
-    for frames in reversed(legal_frames(outline.dimensions.video_vae)):
+    for frames in reversed(legal_frames(model.outline.dimensions.video_vae)):
         seconds = math.floor(frames / FRAMES_PER_SECOND * 1000) / 1000
         if seconds < workload.seconds:
             shorter = workload.model_copy(update={"seconds": seconds})

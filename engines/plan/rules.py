@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from engines.plan.graphs import Costs, Weighing
 from engines.plan.plan import PlanError, Workload
+from engines.plan.weights import Model
 from engines.profile import Profile
-from export.checkpoint.outline import Outline
 from plugins.shape import SECONDS_MAXIMUM, SECONDS_MINIMUM
 
 
-def check(profile: Profile, outline: Outline, workload: Workload) -> None:
+def check(profile: Profile, model: Model, workload: Workload) -> None:
     """Checks ranks, partitions and sizes.
 
     Raises:
         PlanError: for the first one that is wrong, with the nearest that is right.
     """
+    outline = model.outline
     size, text = outline.dimensions.denoiser, outline.dimensions.text_encoder
     _check_divisor(profile, "ranks.ulysses", profile.ranks.ulysses, size.heads, "attention heads")
     _check_divisor(profile, "ranks.text_encoder", profile.ranks.text_encoder, text.kv_heads, "key and value heads")
@@ -23,7 +24,7 @@ def check(profile: Profile, outline: Outline, workload: Workload) -> None:
         raise PlanError(f"profile {profile.name}: partition {missing[0]} is not in the checkpoint; leave it out")
     if not SECONDS_MINIMUM <= workload.seconds <= SECONDS_MAXIMUM:
         raise PlanError(f"seconds = {workload.seconds:g}: must be from {SECONDS_MINIMUM} to {SECONDS_MAXIMUM}")
-    _check_shapes(profile, Costs(Weighing.of(profile, outline), workload))
+    _check_shapes(profile, Costs(Weighing(profile, model), workload))
 
 
 def sizes(costs: Costs) -> dict[str, int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from engines.profile import Arithmetic
 from export.checkpoint.outline import Outline
@@ -28,19 +29,22 @@ NVFP4_BLOCK = 16
 Tensors = Mapping[str, Declared]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GraphWeights:
     """A graph's instances: the tensors that each one is bound to, as the checkpoint stores them."""
 
     graph: str
     instances: tuple[Tensors, ...]
+    _known: dict[tuple[Arithmetic, int], tuple[int, ...]] = field(default_factory=dict)
 
     def nbytes(self, arithmetic: Arithmetic, ranks: int = 1) -> tuple[int, ...]:
         """Bytes of each instance on one of the ranks that share it."""
-        return tuple(
-            sum(_nbytes(self.graph, name, declared, arithmetic, ranks) for name, declared in tensors.items())
-            for tensors in self.instances
-        )
+        if (arithmetic, ranks) not in self._known:
+            self._known[arithmetic, ranks] = tuple(
+                sum(_nbytes(self.graph, name, declared, arithmetic, ranks) for name, declared in tensors.items())
+                for tensors in self.instances
+            )
+        return self._known[arithmetic, ranks]
 
     def quantised_nbytes(self, arithmetic: Arithmetic) -> int:
         """Bytes of all quantised linears: those of the sidecar file, less its header."""
@@ -85,6 +89,31 @@ def _part(tensors: Tensors, starts: tuple[str, ...]) -> dict[str, Declared]:
     return {name: d for name, d in tensors.items() if name.split(".", 2)[-1].startswith(starts)}
 
 
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model that requests are planned for: its outline, and what its graphs are bound to, looked up once."""
+
+    outline: Outline
+
+    @cached_property
+    def weights(self) -> Mapping[str, GraphWeights]:
+        """The weights of every graph of one partition; a block's segments have their parts of a block's."""
+        whole = graph_weights(self.outline)
+        return whole | {segment: whole["block"].part(starts) for segment, starts in SEGMENTS.items()}
+
+    def sidecar(self, graphs: Mapping[str, Arithmetic]) -> dict[str, int]:
+        """Bytes of the quantised linears of each of the graphs."""
+        return {graph: self.weights[graph].quantised_nbytes(arithmetic) for graph, arithmetic in graphs.items()}
+
+
+SEGMENTS = {
+    "block.project": ("norm1.", "attn.to_q.", "attn.to_k.", "attn.to_v.", "attn.norm_q.", "attn.norm_k."),
+    "block.attend": (),
+    "block.finish": ("attn.to_out.", "norm2.", "ff."),
+}
+"""Which of a block's weights each of its segments takes, by their names' starts."""
+
+
 def graph_weights(outline: Outline) -> dict[str, GraphWeights]:
     """The weights of every graph of one partition."""
     return {name: GraphWeights(name, tuple(instances)) for name, instances in _instances(outline)}
@@ -103,7 +132,9 @@ def quantised_nbytes(declared: Declared, arithmetic: Arithmetic) -> int:
 
 
 def _is_quantised(graph: str, name: str) -> bool:
-    return graph in _LINEARS and _LINEARS[graph].fullmatch(name) is not None
+    # A block's segments have a block's linears.
+    known = _LINEARS.get("block" if graph.startswith("block.") else graph)
+    return known is not None and known.fullmatch(name) is not None
 
 
 def _nbytes(graph: str, name: str, declared: Declared, arithmetic: Arithmetic, ranks: int) -> int:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from engines.store import EngineStore, Partition
+
+
+class EngineInputError(ValueError):
+    """A call that does not fit the engine; says graph, name, what was expected and what was found."""
+
+
+class EngineRunError(RuntimeError):
+    """An engine could not be run on inputs that fit it; says graph, sizes, and what the backend said."""
 
 
 class Backend(Protocol):
@@ -30,6 +38,9 @@ class Backend(Protocol):
 
     def warm(self) -> None:
         """Does now what the first run of each engine would otherwise wait for."""
+
+    def leave(self, graphs: Collection[str]) -> None:
+        """Frees what those graphs hold only while their stage runs."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,10 @@ def open_backend(store: EngineStore, graphs: Iterable[str], partitions: Iterable
     """
     opening = Opening(store, tuple(graphs), tuple(partitions))
     # Imported when it is needed: a host has the libraries of its own backend only.
+    if store.manifest.profile.on_gpu:
+        from engines.sessions.tensorrt import open_tensorrt
+
+        return open_tensorrt(opening)
     from engines.sessions.onnxruntime import OnnxRuntimeEngines
 
     return OnnxRuntimeEngines(opening)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from engines.sessions.backend import open_backend
+from engines.sessions.backend import EngineInputError, open_backend
 from engines.sessions.dtypes import TORCH
 from engines.store import EngineRecord, EngineStore, Manifest, Partition, TensorRecord
-
-
-class EngineInputError(ValueError):
-    """A call that does not fit the engine; says graph, name, what was expected and what was found."""
 
 
 class EngineSet:
@@ -79,6 +76,15 @@ class EngineSet:
         """Does now what the first run of each engine would otherwise wait for."""
         with self._lock:
             self._backend.warm()
+
+    @contextmanager
+    def stage(self, graphs: Collection[str]) -> Iterator[None]:
+        """Within it, these graphs run again and again; at its end, what they hold for that alone is freed."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._backend.leave(graphs)
 
     def empty(self, spec: TensorRecord) -> torch.Tensor:
         """An uninitialised tensor of that dtype and shape on `device`; the shape must have no named axis left."""

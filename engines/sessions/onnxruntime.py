@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -62,6 +62,9 @@ class OnnxRuntimeEngines:
                     if not self._baked:
                         self._bound(graph, instance, partition)
 
+    def leave(self, graphs: Collection[str]) -> None:
+        """Weights are mapped and sessions small: nothing is held for a stage alone."""
+
     def _files(self) -> Iterator[tuple[EngineKey, FileRecord]]:
         for name in self._graphs:
             engine = self._manifest.graphs[name]
@@ -88,7 +91,7 @@ class OnnxRuntimeEngines:
         if key not in self._weights:
             regions: Mapping[str, Region] = self._manifest.bindings[partition][graph][instance]
             weights = self._manifest.graphs[graph].weights
-            self._weights[key] = {w.name: self._mapped.value(regions[w.name], w.dtype) for w in weights}
+            self._weights[key] = {w.name: mapped_value(self._mapped, regions[w.name], w.dtype) for w in weights}
         return self._weights[key]
 
 
@@ -131,6 +134,11 @@ class Session:
 def _bound_to(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], int]:
     """Element type, shape and address, as a binding takes them."""
     return ONNX_TYPE[_NAMES[tensor.dtype]], tuple(tensor.shape), tensor.data_ptr()
+
+
+def mapped_value(mapped: MappedWeights, region: Region, dtype: Dtype) -> ort.OrtValue:
+    """A weight as a runtime value over the mapped bytes, for all sessions that bind it; it keeps the map alive."""
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(mapped.array(region, dtype), ONNX_TYPE[dtype])
 
 
 def session_options(threads: int) -> ort.SessionOptions:

@@ -8,7 +8,6 @@ keep a unit from being read before its copy has ended, and a slot from being wri
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -229,48 +228,3 @@ def kept_within(budget: int, sizes: Sequence[int], units: Collection[int]) -> fr
             break
         kept.append(unit)
     return frozenset(kept)
-
-
-class CudaDevice:
-    """A GPU: what torch's current stream computes, and a stream of its own for copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._copies = torch.cuda.Stream(device)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory, uint8 [nbytes], at a multiple of 512 bytes."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def pin(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory, uint8 [nbytes].
-
-        Of just that size: torch's own allocator would round it up to a power of two.
-
-        Raises:
-            torch.cuda.CudaError: the system does not let so much be pinned.
-        """
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)))
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-        return memory
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        """Queues a copy on the copying stream."""
-        self._copies.wait_event(after)
-        with torch.cuda.stream(self._copies):
-            destination.copy_(source, non_blocking=True)
-        return self._copies.record_event()
-
-    def computed(self) -> torch.cuda.Event:
-        """The end of what is queued on torch's current stream."""
-        return torch.cuda.current_stream(self.device).record_event()
-
-    def compute_after(self, event: torch.cuda.Event) -> None:
-        """Keeps torch's current stream waiting."""
-        torch.cuda.current_stream(self.device).wait_event(event)
-
-    def finish(self, event: torch.cuda.Event) -> None:
-        """Waits for an event."""
-        event.synchronize()

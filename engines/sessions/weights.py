@@ -1,14 +1,16 @@
-"""The checkpoint's bytes as ONNX Runtime values: memory-mapped, not copied, shared by all sessions that bind them."""
+"""The checkpoint's bytes, memory-mapped: one by one as arrays that share them, or in units as a GPU takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import onnxruntime as ort
+import torch
 from numpy.typing import NDArray
 
-from engines.sessions.dtypes import ONNX_TYPE, STORAGE
+from engines.sessions.dtypes import STORAGE
 from engines.store import Dtype, Region, WeightFile
 
 
@@ -18,10 +20,6 @@ class MappedWeights:
     def __init__(self, files: Sequence[WeightFile]) -> None:
         self._files = files
         self._maps: dict[int, NDArray[np.uint8]] = {}
-
-    def value(self, region: Region, dtype: Dtype) -> ort.OrtValue:
-        """The weight as a runtime value over the mapped bytes; the value keeps the map alive."""
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(self.array(region, dtype), ONNX_TYPE[dtype])
 
     def array(self, region: Region, dtype: Dtype) -> NDArray[np.generic]:
         """The weight's bytes in its shape, as the numpy type that stores the dtype (bfloat16 as uint16).
@@ -38,3 +36,45 @@ class MappedWeights:
         if index not in self._maps:
             self._maps[index] = np.memmap(self._files[index].path, dtype=np.uint8, mode="r")
         return self._maps[index]
+
+
+ALIGNMENT = 256
+"""Bytes that the address of a weight on a GPU is a multiple of, as TensorRT asks for."""
+
+
+class WeightName(NamedTuple):
+    """A weight of a graph."""
+
+    graph: str
+    name: str
+
+
+class PackedUnits:
+    """Units of weights, each laid out in one piece of memory; implements `residency.Source`.
+
+    `units[i]` has the region and the length in bytes of every weight of unit i.
+    """
+
+    def __init__(self, mapped: MappedWeights, units: Sequence[dict[WeightName, tuple[Region, int]]]) -> None:
+        self._mapped = mapped
+        self._units = units
+        self.offsets = tuple(_offsets([nbytes for _, nbytes in unit.values()], unit) for unit in units)
+        """For each unit, where in it every weight begins."""
+        self.sizes = tuple(sum(_aligned(nbytes) for _, nbytes in unit.values()) for unit in units)
+
+    def read(self, unit: int, destination: torch.Tensor) -> None:
+        """Writes a unit to host memory, uint8 of its size, from the mapped files."""
+        target = destination.numpy()
+        for name, (region, nbytes) in self._units[unit].items():
+            start = self.offsets[unit][name]
+            data = self._mapped.file(region.file)[region.offset : region.offset + nbytes]
+            target[start : start + nbytes] = data
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _offsets(sizes: Sequence[int], names: Iterable[WeightName]) -> dict[WeightName, int]:
+    starts = itertools.accumulate(map(_aligned, sizes), initial=0)
+    return dict(zip(names, starts, strict=False))

@@ -15,7 +15,9 @@ _IR_VERSION = 11
 
 
 def native_fp4(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model whose packed weights are declared FLOAT4E2M1 [N, K], and whose NVFP4 layers use that type.
+    """A copy of the model whose NVFP4 layers use ONNX's type, and whose packed weights are declared FLOAT4E2M1 [N, K].
+
+    Weights may be inputs, or baked as external data.
 
     The bytes to be bound stay the same: ONNX too has the first of two values in the low bits. ONNX Runtime has no
     kernels for the type on a CPU and runs the original.
@@ -30,6 +32,10 @@ def native_fp4(model: onnx.ModelProto) -> onnx.ModelProto:
         if value.name in packed:
             value.type.tensor_type.elem_type = TensorProto.FLOAT4E2M1
             value.type.tensor_type.shape.dim[1].dim_value *= 2
+    for tensor in native.graph.initializer:
+        if tensor.name in packed:
+            tensor.data_type = TensorProto.FLOAT4E2M1
+            tensor.dims[1] *= 2
     body = replace(nvfp4_linear.OP, body=nvfp4_linear.NATIVE_BODY).function()
     functions = [body if function.name == body.name else function for function in native.functions]
     del native.functions[:]

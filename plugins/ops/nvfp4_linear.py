@@ -71,9 +71,9 @@ def reference(
 ) -> torch.Tensor:
     """`x @ (weight * block_scale * scale)^T` of rows rounded to NVFP4.
 
-    x [.., K]; weight_packed [N, K / 2] uint8, see `pack`; weight_block_scale [N, K / 16] float8_e4m3fn; weight_scale []
-    float32; returns [.., N] in x's dtype. K is a multiple of 16. Values times block scales are exact in float32, where
-    products are summed; the upper scales are applied to the sums, which are then rounded once.
+    x [.., K], K a multiple of 16; weight_packed [N, K / 2] uint8, see `pack`; weight_block_scale [N, K / 16]
+    float8_e4m3fn; weight_scale [1] float32; returns [.., N] in x's dtype. Values times block scales are exact in
+    float32, where products are summed; the upper scales are applied to the sums, which are then rounded once.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = upper_scale(x.to(wide).abs().amax(-1, keepdim=True))

@@ -20,6 +20,7 @@ from engines.steps import StepEvent, StepFailed
 from engines.store import LOCK, EngineStore, StoreError
 from export.checkpoint.hashes import write_sums
 from tests.engines import small_checkpoint
+from tests.engines.conftest import use_graphs
 from tests.engines.workshop import Workshop, write_profile
 
 
@@ -175,7 +176,7 @@ def test_partitions_that_differ_in_structure_are_not_served_by_one_engine(
         flipped = [{**w, "out.bias": w["out.bias"].view(2, -1).view(-1)} for w in graphs[0].weights]
         return dataclasses.replace(graphs[0], weights=tuple(flipped)), graphs[1]
 
-    monkeypatch.setattr(building, "profile_graphs", other)
+    use_graphs(monkeypatch, other)
     with pytest.raises(StepFailed, match="graph attend of ref2va differs from that of fl2va"):
         workshop.build()
 

@@ -13,6 +13,7 @@ import torch
 from engines.build import build
 from engines.profile import PARTITIONS
 from engines.sessions.engine_set import EngineInputError, EngineSet
+from engines.sessions.onnxruntime import mapped_value
 from engines.sessions.weights import MappedWeights
 from engines.store import EngineStore, Partition
 from tests.engines import small_checkpoint
@@ -74,10 +75,10 @@ def test_weights_are_mapped_not_copied_where_they_are_aligned(workshop: Workshop
     regions = manifest.bindings["fl2va"]["attend"][0]
     weight = regions["qkv.weight"]
     address = mapped.file(weight.file).ctypes.data + weight.offset
-    assert mapped.value(weight, "bfloat16").data_ptr() == address
+    assert mapped_value(mapped, weight, "bfloat16").data_ptr() == address
     bias = regions["out.bias"]
     assert (mapped.file(bias.file).ctypes.data + bias.offset) % 4 == 2
-    copy = mapped.value(bias, "float32")
+    copy = mapped_value(mapped, bias, "float32")
     assert copy.data_ptr() % 4 == 0
     stored = SmallCheckpoint(workshop.checkpoint).stored("denoiser")["blocks.0.out.bias"]
     assert np.array_equal(copy.numpy(), small_checkpoint.value(stored).numpy())
@@ -92,6 +93,34 @@ def test_outputs_outlive_later_runs_and_the_engines(workshop: Workshop) -> None:
     del engines
     gc.collect()
     assert torch.equal(first, kept)
+
+
+def test_outputs_can_be_written_into_a_part_of_something_larger(workshop: Workshop) -> None:
+    engines = EngineSet.open(workshop.store)
+    whole = torch.zeros(30, small_checkpoint.WIDTH)
+    place = whole[10:20]
+    found = engines.run("attend", {"hidden": draw(10)}, outputs={"mixed": place})["mixed"]
+    assert found is place
+    assert torch.equal(whole[10:20], engines.run("attend", {"hidden": draw(10)})["mixed"])
+    assert not whole[:10].any()
+    assert not whole[20:].any()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"hidden": torch.zeros(4, 12)}, "graph attend: outputs missing: [], unknown: ['hidden']"),
+        ({"mixed": torch.zeros(5, 12)}, "graph attend: output mixed: rows = 5: is 4 in an earlier input"),
+        ({"mixed": torch.zeros(4, 12).half()}, "graph attend: output mixed: float32 expected, found torch.float16"),
+        ({"mixed": torch.zeros(12, 4).T}, "graph attend: output mixed: a contiguous tensor expected"),
+    ],
+)
+def test_a_place_that_does_not_fit_an_output_is_refused(
+    workshop: Workshop, outputs: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(EngineInputError) as refused:
+        EngineSet.open(workshop.store).run("attend", {"hidden": draw(4)}, outputs=outputs)
+    assert message in str(refused.value)
 
 
 def test_an_open_set_survives_a_rebuild(workshop: Workshop) -> None:

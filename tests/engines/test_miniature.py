@@ -15,6 +15,7 @@ from export.checkpoint import Checkpoint
 from export.graphs import block
 from export.graphs.graph import Graph
 from export.miniature import write_miniature
+from tests.engines.conftest import use_graphs
 from tests.engines.workshop import write_profile
 
 STORES = (("native", "bound"), ("native", "baked"), ("diffusers", "bound"))
@@ -27,7 +28,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], E
     for layout in ("native", "diffusers"):
         write_miniature(root / layout, layout, seed=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "profile_graphs", _block_alone)
+        use_graphs(patch, _block_alone)
         patch.setattr(building, "check_consumption", lambda checkpoint, graphs, partition: None)
         return {(layout, weights): _build(root, layout, weights) for layout, weights in STORES}
 

@@ -48,7 +48,9 @@ def test_without_anything_to_tell_what_it_was_built_from(workshop: Workshop) -> 
     (workshop.store / "manifest.json").unlink()
     (workshop.store / "begun.json").unlink()
     command = f"h3trt engines build --profile PROFILE --checkpoint CHECKPOINT --store {workshop.store}"
-    assert refusal(workshop).endswith(f"with the profile and the checkpoint's directory put in: {command}")
+    with pytest.raises(StoreError) as refused:
+        EngineStore.open(workshop.store)
+    assert str(refused.value).endswith(f"with the profile and the checkpoint's directory put in: {command}")
 
 
 def test_a_missing_store_in_the_usual_place_names_its_profile(tmp_path: Path) -> None:

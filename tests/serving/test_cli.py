@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from engines.profile import Profile
 from export.checkpoint import Checkpoint
 from export.checkpoint.summary import summarise
 from export.miniature import write_miniature
@@ -129,7 +130,7 @@ def test_doctor_says_what_mends_a_missing_store(tmp_path: Path) -> None:
 def test_doctor_tells_a_missing_package_and_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h3trt.doctor.importlib.metadata.requires", lambda name: ['nonesuch>=1; extra == "serve"'])
     monkeypatch.setattr("triton_repo.installation.LIBPYTHON", "libpython0.0.so")
-    checks = {check.name: check for check in examine(tmp_path)}
+    checks = {check.name: check for check in examine(tmp_path, Profile.load("cpu"))}
     assert not checks["nonesuch [serve]"].good
     assert "pip install 'nonesuch>=1'" in checks["nonesuch [serve]"].remedy
     assert not checks["tritonserver"].good
