@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 
+from engines.backends.tensorrt.expectation import expected
 from engines.backends.tensorrt.process import build_plan
 from engines.backends.tensorrt.request import PlanError
 from tests.tensorrt.requests import attention, model, request
@@ -80,6 +81,14 @@ def test_datacentre_gpus_are_not_built_for(tmp_path: Path) -> None:
     source = model("g (float[rows, 8] x) => (float[rows, 8] y) { y = Relu (x) }")
     with pytest.raises(PlanError, match=r"does not build for compute capability 9\.0; it builds for .*SM120"):
         build_plan(request(source, tmp_path, capabilities=("9.0",)), tmp_path / "plan")
+
+
+def test_plugins_are_not_asked_of_tensorrt_rtx(tmp_path: Path) -> None:
+    """Its parser ends the process at a node that names a plugin which is registered."""
+    source = model("g (float[rows, 8] x) => (float[rows, 8] y) { [w] y = h3.window (x) }")
+    asked = request(source, tmp_path, expected=expected(source, plugins=("window",)))
+    with pytest.raises(PlanError, match="tensorrt_rtx has no plugins, which window would need"):
+        build_plan(asked, tmp_path / "plan")
 
 
 def test_too_little_workspace_is_told_by_the_name_of_its_limit(tmp_path: Path) -> None:

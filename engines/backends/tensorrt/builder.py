@@ -42,6 +42,9 @@ def build(request: PlanRequest, plan: Path, progress: Progress, listener: Listen
     """
     started = time.monotonic()
     flavour = load(request.flavour)
+    if request.expected.plugins and not flavour.has_plugins:
+        names = ", ".join(sorted(set(request.expected.plugins)))
+        raise PlanError(f"graph {request.graph}: {flavour.name} has no plugins, which {names} would need")
     messages = Messages(listener)
     serialized, profiles = _Build(flavour, request, messages, progress).run()
     layers = _inspect(flavour, serialized, messages)
