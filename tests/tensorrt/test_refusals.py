@@ -31,7 +31,7 @@ NO_SCALE_BY_ROW = "node quantise (QuantizeLinear): Invalid Node - quantise"
 tensor, by channel or by block, not by row of what is computed; ours by row are multiplied after the product instead."""
 
 NO_SUCH_OPERATOR = (
-    'node odd (nothing): creator && "Plugin not found, are the plugin name, version, and namespace correct?"'
+    'node odd (Nothing): creator && "Plugin not found, are the plugin name, version, and namespace correct?"'
 )
 """https://github.com/onnx/onnx-tensorrt/issues/800: an operator that the parser does not know is looked for among the
 plugins, of which TensorRT-RTX has none."""
@@ -61,7 +61,7 @@ plugins, of which TensorRT-RTX has none."""
             id="quantisation by row",
         ),
         pytest.param(
-            model("g (float[rows, 8] x) => (float[rows, 8] y) { [odd] y = h3.nothing (x) }"),
+            model("g (float[rows, 8] x) => (float[rows, 8] y) { [odd] y = Nothing (x) }"),
             NO_SUCH_OPERATOR,
             id="an operator of nobody's",
         ),
