@@ -51,9 +51,9 @@ _FORMAT_TYPES = {
 
 _SIZES = r"\[[-\d,]*\]"
 _TENSOR = re.compile(
-    rf"\{{ Name: (?P<name>.*?), Dimensions: \[(?P<shape>[-\d,]*)\]"
+    rf"\{{ Name: (?P<name>(?:(?!, Dimensions: ).)*), Dimensions: \[(?P<shape>[-\d,]*)\]"
     rf"(?:, Strides: {_SIZES})?(?:, StrideOrder: {_SIZES})?"
-    r", (?:Datatype: (?P<dtype>\w+), Format: .*?|Format/Datatype: (?P<format>.*?)) \}(?=, \{ Name: |$)"
+    r", (?:Datatype: (?P<dtype>\w+), Format: [^{}]*|Format/Datatype: (?P<format>[^{}]*)) \}(?=, \{ Name: |$)"
 )
 _LIST = r"| \{ .*? \}"
 _LINE = re.compile(

@@ -123,7 +123,7 @@ class Reader:
                 self._assign(target, self._type(node.value, names), names)
         elif isinstance(node, ast.AnnAssign):
             value = self._type(node.value, names) if node.value else None
-            self._assign(node.target, value or self._annotation(node.annotation), names)
+            self._assign(node.target, self._annotation(node.annotation) or value, names)
         elif isinstance(node, ast.For):
             looped = self._type(node.iter, names)
             self._assign(node.target, looped.of if isinstance(looped, Many) else None, names)
@@ -152,6 +152,8 @@ class Reader:
                 overridden = _kinds(method.signatures[0]) if isinstance(method, Callable_) else {}
             if isinstance(child, ast.FunctionDef):
                 self._function(child, dict(names), overridden)
+            elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):  # a field
+                self._self[child.target.id] = self._annotation(child.annotation) or self._self.get(child.target.id)
             else:
                 self._statement(child, names)
 
@@ -169,7 +171,8 @@ class Reader:
             names[target.id] = value
         elif isinstance(target, ast.Attribute):
             if isinstance(target.value, ast.Name) and target.value.id == "self":
-                self._self[target.attr] = value or self._self.get(target.attr)
+                known = self._self.get(target.attr)
+                self._self[target.attr] = known if value is None or (isinstance(value, Unstated) and known) else value
             else:
                 self._type(target, names)
         elif isinstance(target, ast.Tuple):

@@ -42,6 +42,9 @@ def build(request: PlanRequest, plan: Path, progress: Progress, listener: Listen
     """
     started = time.monotonic()
     flavour = load(request.flavour)
+    if request.expected.plugins and not flavour.has_plugins:
+        names = ", ".join(sorted(set(request.expected.plugins)))
+        raise PlanError(f"graph {request.graph}: {flavour.name} has no plugins, which {names} would need")
     messages = Messages(listener)
     serialized, profiles = _Build(flavour, request, messages, progress).run()
     layers = _inspect(flavour, serialized, messages)
@@ -149,7 +152,7 @@ class _Build:
     def _reason(self) -> str:
         """Why the build failed; the limit on memory is ours, so its name must be told."""
         reason, limit = self._messages.reason, self._request.workspace_bytes
-        if "OutOfMemory" not in reason:
+        if "OutOfMemory" not in reason and "workspace limit" not in reason:
             return reason
         return f"{reason}\nworkspace_bytes = {limit:,}: must be at least what the activations of the largest sizes take"
 

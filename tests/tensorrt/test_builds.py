@@ -1,0 +1,98 @@
+"""Real plans of every graph, for both generations of RTX cards, made on a machine without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines.backends.tensorrt.process import build_plan
+from engines.backends.tensorrt.request import PlanResult
+from engines.profile import Arithmetic
+from export.emitted import Emitted
+from tests.tensorrt.conftest import PROFILE, Graphs
+from tests.tensorrt.requests import emitted_request
+
+ROWS = 110_592
+"""Packed rows of the largest request that the profiles allow."""
+
+MINIATURE = [
+    "text_encoder.embedding",
+    "text_encoder.layer",
+    "context",
+    "modulation.time",
+    "modulation.adaln",
+    "prologue",
+    "block",
+    "epilogue",
+    "video_decoder_tile",
+    pytest.param("audio_decoder", marks=pytest.mark.slow),  # thousands of nodes, as in the release
+]
+
+
+def build(emitted: Emitted, directory: Path, baked: bool = False) -> tuple[PlanResult, int]:
+    """A plan's result, and the bytes of its file."""
+    request = emitted_request(emitted, directory, PROFILE.shapes, baked)
+    result = build_plan(request, directory / "plan")
+    assert result.warnings == ()
+    return result, (directory / "plan").stat().st_size
+
+
+def profiles(emitted: Emitted, directory: Path) -> int:
+    return max(1, len(emitted_request(emitted, directory, PROFILE.shapes).profiles))
+
+
+@pytest.mark.parametrize("name", MINIATURE)
+def test_every_graph_of_the_miniature_becomes_a_plan(
+    miniature: Graphs, tmp_path: Path, name: str, record_property: pytest.RecordProperty
+) -> None:
+    emitted = miniature(PROFILE.precision.denoiser, name)
+    result, size = build(emitted, tmp_path)
+    record_property("seconds", round(result.seconds, 1))
+    record_property("peak_host_bytes", result.peak_host_bytes)
+    times = profiles(emitted, tmp_path)
+    assert result.census.get("attention.fused", 0) == times * attentions(emitted)
+    assert size > 100_000
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "name", "census"),
+    [
+        ("bfloat16", "block", {"attention.fused": 1, "gemm.BFloat16": 4}),
+        ("fp8", "block", {"attention.fused": 1, "gemm.FP8": 4}),
+        ("bfloat16", "prologue", {"gemm.Float": 2}),
+        ("bfloat16", "epilogue", {"gemm.Float": 2}),
+    ],
+)
+def test_graphs_of_the_released_dimensions_become_plans_for_all_rows(
+    released: Graphs, tmp_path: Path, arithmetic: Arithmetic, name: str, census: dict[str, int]
+) -> None:
+    """Up to 110,592 rows; the weights are inputs, so that the plan is small and so is what building it takes."""
+    emitted = released(arithmetic, name)
+    request = emitted_request(emitted, tmp_path, PROFILE.shapes)
+    assert max(ranges["rows"].maximum for ranges in request.profiles) == ROWS
+    result, size = build(emitted, tmp_path)
+    times = len(request.profiles)
+    matched = {kind: count for kind, count in result.census.items() if kind.startswith(("attention", "gemm"))}
+    assert matched == {kind: times * count for kind, count in census.items()}
+    assert size < 10_000_000
+    assert result.peak_host_bytes < 1 << 30
+    if name == "block":
+        # The largest tensor alone is fc1's output of two bytes a value: what splitting the rows is for.
+        assert result.activation_bytes > ROWS * 2 * 14_336 * 2
+
+
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "fp8"])
+def test_a_block_of_the_released_dimensions_holds_its_weights_when_baked(
+    released: Graphs, tmp_path: Path, arithmetic: Arithmetic
+) -> None:
+    emitted = released(arithmetic, "block")
+    weights = sum(stored.nbytes for stored in emitted.bindings[0].values())
+    result, size = build(emitted, tmp_path, baked=True)
+    # Once for all of its profiles; some of the small ones, read as zeros, are folded away.
+    assert result.weights_bytes == pytest.approx(weights, abs=1_000_000)
+    assert -1_000_000 < size - weights < 16_000_000
+
+
+def attentions(emitted: Emitted) -> int:
+    return sum(node.op_type == "Attention" for node in emitted.model.graph.node)

@@ -1,0 +1,81 @@
+"""What a plan must hold is read from the emitted model, and lowering keeps what tells TensorRT how to build it."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx import parser
+
+from engines.backends.tensorrt.expectation import expected
+from engines.backends.tensorrt.lowering import lower
+from export.emit import attach_functions
+from plugins.op import DOMAIN
+from tests.tensorrt.requests import attention, model
+
+
+def fp8_linear() -> onnx.ModelProto:
+    """Two quantised linear layers with their function, and a plain one."""
+    source = model(
+        "g (bfloat16[rows, 8] x, float8e4m3fn[8, 8] w, float[8] s, bfloat16[8, 8] v) => (bfloat16[rows, 8] y)"
+        " { [first] a = h3.fp8_linear (x, w, s)  [second] b = h3.fp8_linear (a, w, s)  [plain] y = MatMul (b, v) }"
+    )
+    attach_functions(source)
+    return source
+
+
+def test_quantised_linears_must_be_products_of_their_type() -> None:
+    found = expected(fp8_linear())
+    assert found.matmuls == {"FP8": 2, "BFloat16": 1}
+    assert found.matmul_nodes["plain"] == "BFloat16"
+
+
+def test_a_quantised_linear_without_such_a_product_is_an_error() -> None:
+    """Else a function that has changed would no longer be checked for."""
+    source = fp8_linear()
+    plain = parser.parse_function(
+        f'<opset_import: ["" : 23], domain: "{DOMAIN}"> fp8_linear (x, w, s) => (result) {{ result = Identity (x) }}'
+    )
+    source.functions[0].CopyFrom(plain)
+    with pytest.raises(ValueError, match="2 matrix products of quantised operands expected, of first, second; 0 found"):
+        expected(source)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decomposable", "fused"), [("bfloat16", 0, 1), ("float", 0, 1), ("bfloat16", 1, 0), ("float", 1, 0)]
+)
+def test_an_attention_must_be_fused_unless_the_model_lets_it_fall_apart(
+    dtype: str, decomposable: int, fused: int
+) -> None:
+    assert expected(attention(dtype, 4, 64, decomposable)).attentions == fused
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [("bfloat16", 1), ("float", 0)])
+def test_a_standard_attention_must_be_fused_unless_it_is_float32(dtype: str, fused: int) -> None:
+    shape = f"{dtype}[1, 4, rows, 64]"
+    source = model(f"g ({shape} q, {shape} k, {shape} v) => ({shape} y) {{ [attend] y = Attention (q, k, v) }}")
+    assert expected(source).attentions == fused
+
+
+def test_collectives_and_plugins_are_expected() -> None:
+    source = model(
+        "g (float[rows, 8] x) => (float[rows, 8] y)"
+        ' { [swap] a = h3.DistCollective <collective_operation = "all_to_all", reduce_op = "none", root = -1,'
+        " nb_rank = 4> (x)  [window] y = h3.modulated_rms_norm (a) }"
+    )
+    found = expected(source, plugins=("modulated_rms_norm",))
+    assert (found.collective_nodes, found.plugins) == (("swap",), ("modulated_rms_norm",))
+
+
+def test_lowering_leaves_native_operators_with_their_attributes_and_names_every_node_once() -> None:
+    source = attention("bfloat16", 4, 64, decomposable=1)
+    source.MergeFrom(onnx.ModelProto())
+    attach_functions(source)
+    lowered = lower(source)
+    (node,) = lowered.graph.node
+    assert (node.domain, node.op_type, node.name) == ("h3", "Attention", "attend")
+    assert {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}["TRT_decomposable"] == 1
+
+    names = [node.name for node in lower(fp8_linear()).graph.node]
+    assert all(names)
+    assert len(set(names)) == len(names) > 30
+    assert not any(node.domain for node in lower(fp8_linear()).graph.node)
