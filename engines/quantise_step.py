@@ -6,19 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engines.declaration import source_hash
 from engines.steps import Product, Record, Step, Work
 from engines.store import WeightFile, weight_file
 from engines.weight_table import Written
+from export import schemes, sidecar
 from export.sidecar import Sidecar
+from plugins.ops import fp8_linear, nvfp4_linear
+
+QUANTISERS = (schemes, sidecar, fp8_linear, nvfp4_linear)
+"""The modules that say what the file's bytes are."""
 
 
 class QuantiseStep:
     """The step for one planned file, which lies in the store at `root`."""
 
-    def __init__(self, sidecar: Sidecar, root: Path, work: Work) -> None:
-        self.sidecar = sidecar
-        self._path = sidecar.path.relative_to(root).as_posix()
-        self._name = f"quantise.{sidecar.path.name.rsplit('.', 2)[0]}"
+    def __init__(self, planned: Sidecar, root: Path, work: Work) -> None:
+        self.sidecar = planned
+        self._path = planned.path.relative_to(root).as_posix()
+        self._name = f"quantise.{planned.path.name.rsplit('.', 2)[0]}"
         self._work = work
 
     @property
@@ -28,10 +34,13 @@ class QuantiseStep:
         return Written(self._name, file)
 
     def step(self) -> Step:
-        """Done again when a weight's file changes, or the scheme's tensors."""
+        """Done again when a weight's file changes, or how it is quantised."""
         files = sorted({source.file for source in self.sidecar.sources()})
         depends_on = {
             "header": self.sidecar.header_sha256,
+            "source": source_hash(
+                [Path(str(module.__file__)) for module in (schemes, sidecar, fp8_linear, nvfp4_linear)]
+            ),
             "files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files],
         }
         return Step(self._name, depends_on, self._do, portable=True)

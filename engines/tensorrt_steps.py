@@ -29,6 +29,7 @@ from engines.weight_table import WeightTable
 from export.bake import bake
 from export.binding import Binding
 from export.graphs.graph import Graph
+from export.passes.native_fp4 import native_fp4
 
 
 class TensorRTSteps(GraphSteps):
@@ -119,22 +120,21 @@ class TensorRTSteps(GraphSteps):
     def _request(self, records: Records, work: Path, baked: tuple[Partition, int] | None) -> PlanRequest:
         assert self._profile.backend != "onnxruntime"  # the profile of these steps is on GPUs
         constants = {} if baked is None else self._constants(baked[1])
+        emitted = self._model(records, "emit")
+        model = emitted if baked is None else bake(self._emitted(records, "emit"), baked[1])
+        file = work / "model.onnx"
+        file.write_bytes(model_bytes(native_fp4(model)))
         return PlanRequest(
             graph=self.graph.name,
             flavour=self._profile.backend,
-            model=self._model_file(records, "emit") if baked is None else self._bake_model(records, work, baked[1]),
+            model=file,
             capabilities=self._capabilities,
             profiles=self._ranges,
             constants=constants,
             workspace_bytes=self._workspace,
             timing_cache=self._store / RECORDS / "timing.cache",
-            expected=expected(self._model(records, "emit")),
+            expected=expected(native_fp4(emitted)),
         )
-
-    def _bake_model(self, records: Records, work: Path, instance: int) -> Path:
-        file = work / "baked.onnx"
-        file.write_bytes(model_bytes(bake(self._emitted(records, "emit"), instance)))
-        return file
 
     def _constants(self, instance: int) -> dict[str, Constant]:
         bound = self.binding.instances[instance]

@@ -62,7 +62,7 @@ class Sidecar:
     def write(self, progress: Progress = lambda name, written, size: None) -> None:
         """Quantises every weight into the file, which appears when it is complete.
 
-        Memory stays below a hundred megabytes however large the tensors are, except for weights that are computed
+        Memory stays below a few hundred megabytes however large the tensors are, except for weights that are computed
         from several: of those each is held whole. What an interrupted write has left behind is removed; one process at
         a time may write a file (a build holds its store's lock).
 

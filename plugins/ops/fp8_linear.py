@@ -45,8 +45,9 @@ def fake(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> t
 
 
 def scaled_mm(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """The product on FP8 tensor cores (compute capability 8.9 and up); other sizes than theirs go the reference's way.
+    """The product on FP8 tensor cores (compute capability 8.9 and up).
 
+    Sizes that they do not take go the reference's way.
     Hopper's add products with about 14 bits before their sums go into float32 (arXiv 2412.19437, 3.3.2).
     """
     channels, inner = weight.shape

@@ -14,6 +14,7 @@ from engines.backends.tensorrt.process import build_plan
 from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult, Range
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.profile import Profile
+from engines.sessions.onnxruntime import mapped_value
 from engines.sessions.weights import MappedWeights
 from engines.store import WEIGHTS, Region, weight_file
 from engines.weight_table import WeightTable, Written
@@ -135,7 +136,7 @@ def test_quantised_weights_are_mapped_for_onnxruntime(
     write_tensors(tmp_path / "w.safetensors", {"w": tensor}, {})
     start = (tmp_path / "w.safetensors").stat().st_size - 6
     mapped = MappedWeights([weight_file(tmp_path / "w.safetensors")])
-    value = mapped.value(Region(0, start, (2, 3)), name)  # type: ignore[arg-type]
+    value = mapped_value(mapped, Region(0, start, (2, 3)), name)  # type: ignore[arg-type]
     assert isinstance(value, ort.OrtValue)
     assert (value.element_type(), value.shape()) == (onnx_type, [2, 3])
     assert mapped.array(Region(0, start, (2, 3)), name).tolist() == [[0, 1, 2], [3, 4, 5]]  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,9 @@ from denoiser_checkpoint import CONFIG, DenoiserCheckpoint, denoiser_graphs
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
+from engines.backends.tensorrt.expectation import expected
+from engines.backends.tensorrt.process import build_plan
+from engines.backends.tensorrt.request import Constant, PlanRequest, Range
 from export.bake import bake
 from export.binding import bind
 from export.checkpoint import Stored, materialise
@@ -147,6 +151,32 @@ def test_a_baked_instance_reads_the_sidecars_bytes(emit_quantised: Emit) -> None
     stored = emitted.bindings[1]["mlp.fc2.weight.fp8"]
     entry = external["mlp.fc2.weight.fp8"]
     assert (entry["location"], int(entry["offset"])) == (stored.file.name, stored.offset)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("fp8", "FP8"), ("nvfp4", "FP4")])
+def test_tensorrt_takes_the_sidecars_bytes_as_baked_weights(
+    emit_quantised: Emit, tmp_path: Path, scheme: SchemeName, dtype: str
+) -> None:
+    emitted = emit_quantised("native", "block", scheme)
+    file = tmp_path / "block.onnx"
+    file.write_bytes(native_fp4(bake(emitted, 1)).SerializeToString())
+    bound = emitted.bindings[1]
+    request = PlanRequest(
+        graph="block",
+        flavour="tensorrt_rtx",
+        model=file,
+        capabilities=("12.0",),
+        profiles=({"rows": Range(minimum=1, optimum=64, maximum=128)},),
+        constants={n: Constant(file=s.file, offset=s.offset, nbytes=s.nbytes) for n, s in bound.items()},
+        workspace_bytes=1 << 30,
+        timing_cache=None,
+        expected=expected(native_fp4(emitted.model)),
+    )
+    result = build_plan(request, tmp_path / "plan", lambda phase, done, of: None)
+    assert result.census[f"gemm.{dtype}"] == 4
+    # They are in the plan, and as narrow as in the file: in 16 bits they would be twice or four times as large.
+    total = sum(stored.nbytes for stored in bound.values())
+    assert total <= result.weights_bytes < 1.5 * total
 
 
 class NoisyLinear(nn.Linear):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines.graphs import profile_graphs
-from engines.plan.weights import graph_weights
+from engines.plan.weights import Model, graph_weights
 from engines.profile import Profile
 from export.binding import bind
 from export.checkpoint import Checkpoint, CheckpointError
@@ -19,9 +19,9 @@ from export.miniature import write_miniature, write_sparse_released
 from export.miniature.write import LayoutName
 
 
-def _bound(root: Path) -> dict[str, tuple[int, ...]]:
-    """Bytes of the stored tensors that each instance of each graph binds."""
-    graphs = profile_graphs(Checkpoint.open(root), Profile.load("h200x2"), "fl2va")
+def _bound(root: Path, profile: str) -> dict[str, tuple[int, ...]]:
+    """Bytes of the stored tensors that each instance of each graph binds, of quantised ones in a file to be written."""
+    graphs = profile_graphs(Checkpoint.open(root), Profile.load(profile), "fl2va", root / "weights")
     bindings = {graph.name: bind(graph) for graph in graphs}
     return {
         name: tuple(sum(s.nbytes for s in instance.values()) for instance in binding.instances)
@@ -39,7 +39,20 @@ def test_bytes_are_those_of_the_graphs_bindings(
     else:
         write_sparse_released(tmp_path / "c", layout)
     planned = {n: w.nbytes("bfloat16") for n, w in graph_weights(Outline.read(tmp_path / "c")).items()}
-    assert planned == _bound(tmp_path / "c")
+    assert planned == _bound(tmp_path / "c", "h200x2")
+
+
+@pytest.mark.parametrize("layout", ["native", "diffusers"])
+def test_bytes_of_fp8_and_of_segments_are_those_of_the_graphs_bindings(tmp_path: Path, layout: LayoutName) -> None:
+    """The profile's blocks are in segments, with FP8 linears like the context's; everything else is as stored."""
+    write_sparse_released(tmp_path / "c", layout)
+    bound = _bound(tmp_path / "c", "rtx5090")
+    weights = Model(Outline.read(tmp_path / "c")).weights
+    quantised = {"block.project", "block.attend", "block.finish", "context"}
+    assert quantised < bound.keys()
+    planned = {n: weights[n].nbytes("fp8" if n in quantised else "bfloat16") for n in bound}
+    # A graph without weights has one instance in the build.
+    assert {n: sizes for n, sizes in planned.items() if any(sizes)} == {n: s for n, s in bound.items() if any(s)}
 
 
 @pytest.mark.parametrize("layout", ["native", "diffusers"])

@@ -231,13 +231,17 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 def test_scaled_product_is_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     """The implementation for GPUs; torch's operator runs on CPUs as well. [5, 40, 24] goes the reference's way."""
     rows, inner, channels = shape
-    x, *weight = fp8_arguments(torch.randn(1, rows, inner).to(dtype), torch.randn(channels, inner))
-    found = fp8_linear.scaled_mm(*(a.to(device) for a in (x, *weight))).cpu()
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(1, rows, inner, generator=generator).to(dtype)
+    _, weight, weight_scale = fp8_arguments(x, torch.randn(channels, inner, generator=generator))
+    found = fp8_linear.scaled_mm(*(a.to(device) for a in (x, weight, weight_scale))).cpu()
     assert (found.shape, found.dtype) == ((1, rows, channels), dtype)
     # bfloat16 results are rounded to 8 bits; 64 products are added in float32, or with 14 bits by a GPU's units.
     unit = 2**-8 if dtype == torch.bfloat16 else {"cpu": 64 * 6e-8, "cuda": 2**-12}[device]
     if rows:
-        assert_close(found[0], fp8_formula(x[0].float(), *weight), unit)
+        values, scale = fp8_linear.quantise_rows(x[0].float())
+        dequantised = (values.double() * scale).numpy(), (weight.double() * weight_scale[:, None]).numpy()
+        assert_close(found[0], _product(*dequantised), unit)
 
 
 def run_function(op: Op, arguments: Arguments) -> torch.Tensor:
