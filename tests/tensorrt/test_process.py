@@ -35,6 +35,7 @@ def files(directory: Path) -> list[str]:
 
 
 def test_a_build_leaves_the_plan_alone_and_tells_what_it_took(tmp_path: Path) -> None:
+    held = bytes(400 << 20)  # a process starts as a copy of the one that starts it
     seen: list[tuple[str, int, int]] = []
     result = build_plan(request(BLOCK, tmp_path), tmp_path / "plan", lambda *event: seen.append(event))
     assert files(tmp_path) == ["model.onnx", "plan"]
@@ -42,7 +43,8 @@ def test_a_build_leaves_the_plan_alone_and_tells_what_it_took(tmp_path: Path) ->
     assert result.census["gemm.BFloat16"] == 1
     assert {node for layer in result.layers for node in layer.origins} == {"product", "activation"}
     assert 0 < result.seconds < 600
-    assert 100 << 20 < result.peak_host_bytes < 2 << 30
+    assert len(held) > result.peak_host_bytes
+    assert 100 << 20 < result.peak_host_bytes < 300 << 20  # its own, whatever this process holds
     phases = {name for name, _, _ in seen}
     assert all(0 <= done <= total for _, done, total in seen)
     assert all((phase, total, total) in seen for phase in phases for total in {t for n, _, t in seen if n == phase})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +56,7 @@ def build(request: PlanRequest, plan: Path, progress: Progress, listener: Listen
         activation_bytes=messages.activation_bytes,
         weights_bytes=messages.weights_bytes,
         seconds=time.monotonic() - started,
-        peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        peak_host_bytes=_peak_bytes(),
         version=flavour.version,
         driver=DRIVER.read_text().strip() if DRIVER.exists() else None,
         warnings=tuple(messages.warnings),
@@ -196,6 +196,13 @@ def _inspect(flavour: Flavour, serialized: trt.IHostMemory, messages: Messages) 
     if engine is None:
         raise PlanError(f"the plan that was built does not open on this machine: {messages.reason}")
     return read_inspector(engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has held. getrusage would count what the parent held when it started this."""
+    match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None  # Linux has it for every process
+    return int(match[1]) << 10
 
 
 def _write(plan: Path, serialized: trt.IHostMemory) -> None:
