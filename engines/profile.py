@@ -48,20 +48,18 @@ _COMPONENTS: dict[str, Component] = {
     "text_encoder": "text_encoder",
     "context": "text_encoder",
     "modulation": "modulation",
-    "prologue": "denoiser",
-    "block": "denoiser",
-    "epilogue": "denoiser",
     "video_decoder_tile": "video_decoder",
     "audio_decoder": "audio_decoder",
 }
+"""By the first part of a graph's name; all others are the denoiser's."""
 
 
 def component_of(graph: str) -> Component:
-    """The component that a graph belongs to, by the first part of its name.
+    """The component that a graph belongs to.
 
     `context` goes with the text encoder: both run once a request, one after the other.
     """
-    return _COMPONENTS[graph.partition(".")[0]]
+    return _COMPONENTS.get(graph.partition(".")[0], "denoiser")
 
 
 AXES = ("rows", "text_rows", "video_rows", "audio_rows", "audio_latents")
