@@ -38,9 +38,7 @@ class QuantiseStep:
         files = sorted({source.file for source in self.sidecar.sources()})
         depends_on = {
             "header": self.sidecar.header_sha256,
-            "source": source_hash(
-                [Path(str(module.__file__)) for module in (schemes, sidecar, fp8_linear, nvfp4_linear)]
-            ),
+            "source": source_hash([Path(str(module.__file__)) for module in QUANTISERS]),
             "files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files],
         }
         return Step(self._name, depends_on, self._do, portable=True)
