@@ -15,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from engines.backend import installed
-from engines.declaration import describe_checkpoint, describe_exporter, versions
+from engines.declaration import describe_checkpoint, describe_exporter
 from engines.graph_steps import GraphSteps
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.onnxruntime_steps import OnnxRuntimeSteps
@@ -183,7 +183,8 @@ class _Plan:
 
     def _manifest(self, requires: tuple[str, ...]) -> Step:
         about = self._about()
-        return Step("manifest", {"schema": SCHEMA_VERSION, **about}, partial(self._do_manifest, about), requires)
+        depends_on = {"schema": SCHEMA_VERSION, **about, "installed": installed(self._profile.backend)}
+        return Step("manifest", depends_on, partial(self._do_manifest, about), requires)
 
     def _do_manifest(self, about: Mapping[str, Any], records: Mapping[str, Record]) -> Product:
         manifest = Manifest.model_validate_json(
@@ -191,6 +192,7 @@ class _Plan:
                 {
                     "schema_version": SCHEMA_VERSION,
                     **about,
+                    "versions": self._versions(records),
                     "tokenizer": records["tokenizer"].files[0].model_dump(),
                     "graphs": {
                         graph.graph.name: graph.engine_record(records).model_dump()
@@ -202,12 +204,17 @@ class _Plan:
         )
         return Product({}, {MANIFEST: manifest.model_dump_json(indent=1).encode()})
 
+    def _versions(self, records: Mapping[str, Record]) -> dict[str, str]:
+        """Of the libraries that the graphs were exported with, maybe on another machine, and of this one's backend."""
+        first = self._graphs[self._first][0].graph.name
+        exported: dict[str, str] = records[f"{first}.emit"].facts["versions"]
+        return exported | installed(self._profile.backend)
+
     def _about(self) -> dict[str, Any]:
         """The part of the manifest that no step has to find out."""
         checkpoint = self._checkpoint
         return {
             "profile": self._profile.model_dump(mode="json"),
-            "versions": versions() | installed(self._profile.backend),
             "checkpoint": {
                 "root": str(checkpoint.root),
                 "layout": checkpoint.layout,

@@ -39,9 +39,9 @@ class QuantiseStep:
         depends_on = {
             "header": self.sidecar.header_sha256,
             "source": source_hash([Path(str(module.__file__)) for module in QUANTISERS]),
-            "files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files],
         }
-        return Step(self._name, depends_on, self._do, portable=True)
+        here = {"files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files]}
+        return Step(self._name, depends_on, self._do, here=here)
 
     def _do(self, records: Mapping[str, Record]) -> Product:
         self.sidecar.write(self._report)

@@ -1,6 +1,6 @@
 """A build as a list of steps, each redone only when something it depends on has changed.
 
-A step's key covers what it declares to depend on and the records of the steps it requires. Its record (key, facts,
+A step's key covers what it declares to depend on and the records of the steps it requires. Its record (keys, facts,
 files) is kept next to its log; while the key is the same and the files are intact, the result is reused. What cannot be
 done on this machine is put off, with all that waits for it, to be done on another one.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -49,11 +49,15 @@ class Deferred(Exception):
 
 
 class Record(BaseModel):
-    """A finished step: the key it was done under, its facts, and its files in the order they were produced."""
+    """A finished step: the key it was done under, its facts, and its files in the order they were produced.
+
+    `portable_key` is the part of the key that is the same on every machine; None where the result is not.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
+    portable_key: str | None
     facts: dict[str, Any]
     files: tuple[FileRecord, ...]
 
@@ -62,14 +66,29 @@ class Record(BaseModel):
 class Step:
     """One piece of work: `action` is given the records of the steps in `requires`, which come earlier in the list.
 
-    The result of a `portable` step says the same on every machine that goes on with the store.
+    A step with `here` is portable: `here` is what it depends on besides and what differs from machine to machine, such
+    as versions of libraries and times of files, while the result says the same on all that go on with the store.
     """
 
     name: str
     depends_on: Facts
     action: Callable[[Mapping[str, Record]], Product]
     requires: tuple[str, ...] = ()
-    portable: bool = False
+    here: Facts | None = None
+
+
+class _Keys(NamedTuple):
+    """What a step's record was, or would be, done under."""
+
+    key: str
+    portable_key: str | None
+
+    @staticmethod
+    def of(step: Step, required: Mapping[str, Record]) -> _Keys:
+        records = {name: record.model_dump() for name, record in required.items()}
+        if step.here is None:
+            return _Keys(content_key(step.depends_on, records), None)
+        return _Keys(content_key(step.depends_on, records, step.here), content_key(step.depends_on, records))
 
 
 @dataclass(frozen=True)
@@ -141,8 +160,8 @@ class _Work:
 class Ledger:
     """Runs steps in a store and remembers their results there. `reproduce` gives the command for a step's name.
 
-    A ledger that `resumes` takes finished portable steps as they are: on another machine, with other versions of the
-    exporter's libraries, their keys would differ, while the results are those that the remaining steps want.
+    A ledger that `resumes` takes finished portable steps as they are, whatever they were done under on the machine that
+    has done them: their results are those that the remaining steps want.
     """
 
     def __init__(
@@ -207,11 +226,11 @@ class Ledger:
             reason = {"deferred": f"waits for {waiting[0]}"}
             return self._report(step.name, "deferred", started, reason), None
         required = {name: records[name] for name in step.requires}
-        key = content_key(step.depends_on, {name: record.model_dump() for name, record in required.items()})
-        record = None if force else self._intact(step, key)
+        keys = _Keys.of(step, required)
+        record = None if force else self._intact(step, keys)
         status: Status = "reused" if record else "built"
         try:
-            record = record or self._build(step, key, required)
+            record = record or self._build(step, keys, required)
         except Deferred as reason:
             return self._report(step.name, "deferred", started, {"deferred": str(reason)}), None
         except Exception as error:
@@ -220,11 +239,11 @@ class Ledger:
             self._work.clear(step.name)
         return self._report(step.name, status, started, record.facts), record
 
-    def _build(self, step: Step, key: str, required: Mapping[str, Record]) -> Record:
-        with _logged(self._log_file(step.name), f"{step.name}, key {key}"):
+    def _build(self, step: Step, keys: _Keys, required: Mapping[str, Record]) -> Record:
+        with _logged(self._log_file(step.name), f"{step.name}, key {keys.key}"):
             product = step.action(required)
             files = tuple(self._write(path, data) for path, data in product.files.items())
-            record = Record(key=key, facts=json.loads(json.dumps(product.facts)), files=files)
+            record = Record(**keys._asdict(), facts=json.loads(json.dumps(product.facts)), files=files)
         write_atomically(self._record_file(step.name), record.model_dump_json(indent=1).encode())
         return record
 
@@ -239,10 +258,13 @@ class Ledger:
             write_atomically(target, content)
         return record
 
-    def _intact(self, step: Step, key: str) -> Record | None:
-        """The step's record, if it was done under this key and its files are what it wrote."""
+    def _intact(self, step: Step, keys: _Keys) -> Record | None:
+        """The step's record, if it was done under these keys and its files are what it wrote."""
         record = _load(self._record_file(step.name))
-        if record is None or (record.key != key and not (self._resumes and step.portable)):
+        if record is None:
+            return None
+        moved = self._resumes and step.here is not None and record.portable_key == keys.portable_key
+        if record.key != keys.key and not moved:
             return None
         return record if all(_holds(self._root / file.path, file.sha256) for file in record.files) else None
 

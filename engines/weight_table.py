@@ -54,6 +54,10 @@ class WeightTable:
         """What tells, without reading any data, that those instances have the weights that they had before."""
         return [self._identity(path) for path in sorted(_paths(instances))]
 
+    def headers(self, instances: Iterable[Mapping[str, Stored]]) -> list[str]:
+        """Hashes of the headers of their files, which are the same wherever the files lie."""
+        return sorted({self.files[self._index[path]].header_sha256 for path in _paths(instances)})
+
     def _identity(self, path: Path) -> list[Any]:
         file = self.files[self._index[path]].model_dump()
         return [file] if path in self._written else [file, path.stat().st_mtime_ns]
