@@ -11,12 +11,12 @@ import torch
 
 from engines.backends.tensorrt.expectation import expected
 from engines.backends.tensorrt.process import build_plan
-from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult, Range
+from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.profile import Profile
 from engines.sessions.onnxruntime import mapped_value
 from engines.sessions.weights import MappedWeights
-from engines.store import WEIGHTS, Region, weight_file
+from engines.store import WEIGHTS, AxisRange, Region, weight_file
 from engines.weight_table import WeightTable, Written
 from export.binding import bind
 from export.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from export.miniature import write_sparse_released
 from export.passes.native_fp4 import native_fp4
 from export.schemes import Fp8Linear
 
-ROWS = Range(minimum=1, optimum=55_296, maximum=110_592)
+ROWS = AxisRange(minimum=1, optimum=55_296, maximum=110_592)
 
 
 @pytest.fixture(scope="module")
