@@ -22,7 +22,12 @@ _MODULES: dict[FlavourName, tuple[str, ...]] = {
     "tensorrt": ("tensorrt",),
     "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
-_DISTRIBUTIONS: dict[FlavourName, str] = {"tensorrt": "tensorrt-cu13", "tensorrt_rtx": "tensorrt-rtx-cu13"}
+
+REQUIREMENTS: dict[FlavourName, str] = {
+    "tensorrt": "tensorrt-cu13>=11,<12",
+    "tensorrt_rtx": "tensorrt-rtx-cu13>=1.7,<2",
+}
+"""What pip installs each package by, in the versions that are called here."""
 
 LEVELS = {
     "INTERNAL_ERROR": logging.ERROR,
@@ -91,7 +96,7 @@ def load(name: FlavourName) -> Flavour:
             failures.append(f"{module}: {error}")
         else:
             return Flavour(name, bindings, str(bindings.__version__))
-    command = f"pip install {_DISTRIBUTIONS[name]}"
+    command = f"pip install '{REQUIREMENTS[name]}'"
     raise TensorRTMissing(f"{name} cannot be imported ({'; '.join(failures)}); run: {command}")
 
 
