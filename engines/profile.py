@@ -110,12 +110,6 @@ class Device(_Table):
         rates = {"float32": self.float32_tflops, "bfloat16": self.bfloat16_tflops}
         return (rates | {"fp8": self.fp8_tflops, "nvfp4": self.nvfp4_tflops})[arithmetic]
 
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        """(major, minor)."""
-        major, minor = self.capability.split(".")
-        return int(major), int(minor)
-
 
 class Precision(_Table):
     """Arithmetic of each component. The audio decoder, and what else the model pins, is float32 in all of them."""

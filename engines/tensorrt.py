@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 FlavourName = Literal["tensorrt", "tensorrt_rtx"]
-FLAVOURS: tuple[FlavourName, ...] = get_args(FlavourName)
 
 # Each package's modules in the order in which they are tried: TensorRT-RTX's wheels name theirs after the bindings.
 _MODULES: dict[FlavourName, tuple[str, ...]] = {

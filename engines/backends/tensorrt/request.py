@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -44,21 +43,6 @@ class Expected(_Record):
     matmul_nodes: dict[str, str]
     collective_nodes: tuple[str, ...]
     plugins: tuple[str, ...]
-
-    @property
-    def attentions(self) -> int:
-        """How many attentions must be fused."""
-        return len(self.attention_nodes)
-
-    @property
-    def matmuls(self) -> dict[str, int]:
-        """How many matrix products there are of each data type."""
-        return dict(Counter(self.matmul_nodes.values()))
-
-    @property
-    def collectives(self) -> int:
-        """How many exchanges between ranks there are."""
-        return len(self.collective_nodes)
 
 
 class PlanRequest(_Record):
