@@ -1,4 +1,4 @@
-"""Whole stores for GPUs that are not here: the miniature's for both generations of RTX cards, the release's for B300s."""
+"""Whole stores for GPUs that are not here: the miniature for both generations of RTX cards, the release for B300s."""
 
 from __future__ import annotations
 
