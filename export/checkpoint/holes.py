@@ -1,23 +1,30 @@
-"""Tensors whose file has no data at their place: those of a checkpoint that was made for its dimensions alone."""
+"""Weight files that have a header and no data: those of a checkpoint that was made for its dimensions alone."""
 
 from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
-from export.checkpoint.expressions import Stored
+BLOCK = 1 << 16
+"""A file system keeps data in blocks of at most this size: beside the header's end, some of a hole may be one."""
 
 
-def is_hole(stored: Stored) -> bool:
-    """Whether all of a tensor lies in a hole of a sparse file, and so reads as zeros.
+def lacks_data(file: Path) -> bool:
+    """Whether a safetensors file is a hole from the first block after its header on, and so reads as zeros there.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: it cannot be read.
     """
-    with stored.file.open("rb") as file:
+    with file.open("rb") as opened:
+        header = 8 + int.from_bytes(opened.read(8), "little")
+        start = -(-header // BLOCK) * BLOCK
+        if start >= os.fstat(opened.fileno()).st_size:
+            return False
         try:
-            return os.lseek(file.fileno(), stored.offset, os.SEEK_DATA) >= stored.offset + stored.nbytes
+            os.lseek(opened.fileno(), start, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # a hole up to the file's end
+            if error.errno == errno.ENXIO:  # no data up to the end
                 return True
             raise
+    return False

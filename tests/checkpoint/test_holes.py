@@ -1,43 +1,51 @@
-"""A checkpoint made for its dimensions is told from one whose weights are zero."""
+"""A weight file that was made for its dimensions is told from one whose weights are zero."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import torch
+import pytest
 
-from export.checkpoint.expressions import Stored
-from export.checkpoint.holes import is_hole
+from export.checkpoint.holes import lacks_data
+from export.miniature import write_sparse_released
 
-PLACE = 1 << 20
-
-
-def stored(file: Path, offset: int = PLACE, nbytes: int = PLACE) -> Stored:
-    return Stored((nbytes,), torch.uint8, "weight", file, offset, nbytes)
+MIB = 1 << 20
+HEADER = (100).to_bytes(8, "little") + b" " * 100
 
 
-def test_a_hole_is_one_wherever_it_lies(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.write_bytes(b"header")
-    os.truncate(file, 4 * PLACE)
-    assert is_hole(stored(file))
-    assert is_hole(stored(file, 3 * PLACE)), "up to the end of the file"
-    assert not is_hole(stored(file, 0)), "it begins with data"
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A header, and a hole."""
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(HEADER)
+    os.truncate(path, 4 * MIB)
+    return path
 
 
-def test_zeros_are_data(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.write_bytes(bytes(4 * PLACE))
-    assert not is_hole(stored(file))
+def test_a_header_and_a_hole_lack_data(file: Path) -> None:
+    assert lacks_data(file)
 
 
-def test_data_within_is_seen(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.touch()
-    os.truncate(file, 4 * PLACE)
+def test_zeros_are_data(file: Path) -> None:
+    file.write_bytes(HEADER + bytes(4 * MIB))
+    assert not lacks_data(file)
+
+
+def test_data_at_the_very_end_is_seen(file: Path) -> None:
     with file.open("r+b") as opened:
-        opened.seek(2 * PLACE - 5)
+        opened.seek(-1, os.SEEK_END)
         opened.write(b"x")
-    assert not is_hole(stored(file))
-    assert is_hole(stored(file, 2 * PLACE + 4096, PLACE // 2))
+    assert not lacks_data(file)
+
+
+def test_a_small_file_is_taken_to_have_data(file: Path) -> None:
+    os.truncate(file, 1000)
+    assert not lacks_data(file)
+
+
+def test_every_file_of_the_sparse_release_lacks_data(tmp_path: Path) -> None:
+    write_sparse_released(tmp_path / "checkpoint", "native")
+    files = list((tmp_path / "checkpoint").rglob("*.safetensors"))
+    assert files
+    assert all(map(lacks_data, files))
