@@ -74,9 +74,13 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def describe_backend(backend: ModuleType) -> dict[str, Any]:
-    """A backend's own source and the versions of what it stands on."""
-    files = _package_files(backend) if hasattr(backend, "__path__") else [Path(str(backend.__file__))]
+def describe_backend(*modules: ModuleType) -> dict[str, Any]:
+    """A backend's own source, in modules and packages, and the versions of what it stands on."""
+    files = [
+        file
+        for module in modules
+        for file in (_package_files(module) if hasattr(module, "__path__") else [Path(str(module.__file__))])
+    ]
     return {"source": source_hash(files), "versions": versions()}
 
 

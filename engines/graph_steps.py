@@ -113,7 +113,7 @@ class GraphSteps(ABC):
             "source": exporter["source"],
             "trials": [dict(trial) for trial in self.graph.trials],
             "tolerance": self.graph.tolerance,
-            "headers": weights.headers(instances),
+            "contents": weights.contents(instances),
         }
         here = {
             "versions": exporter["versions"],

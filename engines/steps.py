@@ -101,7 +101,7 @@ class StepEvent:
     index: int
     total: int
     name: str
-    status: Literal["started", "working", "built", "reused", "deferred", "failed"]
+    status: Literal["started", "working"] | Status
     seconds: float = 0.0
 
 

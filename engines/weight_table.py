@@ -10,6 +10,7 @@ from typing import Any
 from engines.store import Region, WeightFile, weight_file
 from export.binding import Binding
 from export.checkpoint.expressions import Stored
+from export.checkpoint.holes import lacks_data
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,12 @@ class WeightTable:
         """What tells, without reading any data, that those instances have the weights that they had before."""
         return [self._identity(path) for path in sorted(_paths(instances))]
 
-    def headers(self, instances: Iterable[Mapping[str, Stored]]) -> list[str]:
-        """Hashes of the headers of their files, which are the same wherever the files lie."""
-        return sorted({self.files[self._index[path]].header_sha256 for path in _paths(instances)})
+    def contents(self, instances: Iterable[Mapping[str, Stored]]) -> list[Any]:
+        """What of that is the same wherever the files lie: hashes of their headers, and which of them lack data."""
+        paths = _paths(instances)
+        return sorted(
+            [self.files[self._index[p]].header_sha256, p not in self._written and lacks_data(p)] for p in paths
+        )
 
     def _identity(self, path: Path) -> list[Any]:
         file = self.files[self._index[path]].model_dump()

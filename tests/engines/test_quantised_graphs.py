@@ -14,8 +14,10 @@ from engines.backends.tensorrt.process import build_plan
 from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.profile import Profile
+from engines.quantise_step import QuantiseStep
 from engines.sessions.onnxruntime import mapped_value
 from engines.sessions.weights import MappedWeights
+from engines.steps import Ledger
 from engines.store import WEIGHTS, AxisRange, Region, weight_file
 from engines.weight_table import WeightTable, Written
 from export.binding import bind
@@ -116,6 +118,21 @@ def test_a_build_knows_the_file_before_it_is_there(released: Checkpoint, tmp_pat
     region = table.regions({"w": fc1})["w"]
     assert table.files[region.file] == written.file
     assert region.offset + region.nbytes("float8_e4m3fn") <= sidecar.size
+
+
+def test_what_was_made_of_weights_without_data_is_not_taken_for_that_of_real_ones(
+    released: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build may be begun with files made for their dimensions alone, and resumed with those of the same headers."""
+    (sidecar,) = profile_sidecars(released, profile(), "fl2va", tmp_path)
+    binding = bind(by_name(declared_graphs(released, profile(), "fl2va"))["block"])
+    step, table = QuantiseStep(sidecar, tmp_path, Ledger(tmp_path, str, print).work), WeightTable([binding], {})
+    empty = step.step().depends_on, table.contents(binding.instances)
+    monkeypatch.setattr("engines.quantise_step.lacks_data", lambda file: False)
+    monkeypatch.setattr("engines.weight_table.lacks_data", lambda file: False)
+    real = step.step().depends_on, table.contents(binding.instances)
+    assert empty[0] != real[0]
+    assert empty[1] != real[1]
 
 
 def _any_file(checkpoint: Checkpoint) -> Path:
