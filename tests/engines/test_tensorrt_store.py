@@ -230,7 +230,8 @@ def test_nothing_is_resumed_with_another_profile_or_checkpoint(put_off: Path, mo
     with pytest.raises(BuildError, match=r"was begun with another shapes of profile .*; leave out --resume"):
         build_gpu(put_off, resume=True)
     write_gpu_profile(put_off / "gpu.toml")
-    monkeypatch.setattr(small_checkpoint.SmallCheckpoint, "fingerprint", "0" * 64)
+    other = small_checkpoint.SmallCheckpoint(put_off / "checkpoint", fingerprint="0" * 64)
+    monkeypatch.setattr(small_checkpoint.SmallCheckpoint, "open", lambda path: other)
     with pytest.raises(BuildError, match=r"was begun with the checkpoint of fingerprint \w+ .*; leave out --resume"):
         build_gpu(put_off, resume=True)
 
