@@ -173,10 +173,14 @@ class CheckpointRecord(_Record):
 
 
 class Begun(_Record):
-    """The checkpoint and the profile that a store's finished steps are of."""
+    """The checkpoint and the profile that a store's finished steps are of.
+
+    `sample` is of the checkpoint's data, of which `fingerprint` says nothing.
+    """
 
     checkpoint: str
     fingerprint: str
+    sample: str
     profile: Profile
 
     @staticmethod

@@ -118,7 +118,7 @@ def test_inspect_of_nothing(tmp_path: Path) -> None:
 
 
 def test_inspect_of_a_store_that_is_not_finished_names_the_command_that_goes_on(tmp_path: Path) -> None:
-    Begun(checkpoint="/data/h3", fingerprint="0", profile=Profile.load("cpu")).write(tmp_path)
+    Begun(checkpoint="/data/h3", fingerprint="0", sample="0", profile=Profile.load("cpu")).write(tmp_path)
     command = f"h3trt engines build --profile cpu --checkpoint /data/h3 --store {tmp_path} --resume"
     _assert_one_line(_run("inspect", str(tmp_path)), Exit.ENGINES, command)
 
