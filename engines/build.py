@@ -95,6 +95,8 @@ def build(
     steps = _Plan(opened, loaded, root, reproduce, ledger.work).steps()
     _check_known(only, steps)
     with _locked(root, progress):
+        if not resume:
+            ledger.forget_changed(steps)
         begun.write(root)
         report = BuildReport(root, tuple(ledger.run(steps, only)))
         if only is None and not report.deferred:

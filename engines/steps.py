@@ -201,6 +201,17 @@ class Ledger:
                 break
         return reports
 
+    def forget_changed(self, steps: Iterable[Step]) -> None:
+        """Removes the records of portable steps whose key has changed: resuming would take them without asking."""
+        unchanged: dict[str, Record] = {}
+        for step in steps:
+            record = _load(self._record_file(step.name))
+            known = all(name in unchanged for name in step.requires)
+            if record is not None and known and record.key == _key(step, unchanged):
+                unchanged[step.name] = record
+            elif step.portable:
+                self._record_file(step.name).unlink(missing_ok=True)
+
     def prune(self, steps: Iterable[Step], directories: Iterable[str]) -> None:
         """Removes the records of steps that are no more, and the files in `directories` that no record names."""
         names = {step.name for step in steps}
@@ -222,7 +233,7 @@ class Ledger:
             reason = {"deferred": f"waits for {waiting[0]}"}
             return self._report(step.name, "deferred", started, reason), None
         required = {name: records[name] for name in step.requires}
-        key = content_key(step.depends_on, {name: record.model_dump() for name, record in required.items()})
+        key = _key(step, records)
         record = None if force else self._intact(step, key)
         status: Status = "reused" if record else "built"
         try:
@@ -275,6 +286,10 @@ class Ledger:
 def content_key(*parts: object) -> str:
     """SHA-256 of the parts as canonical JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _key(step: Step, records: Mapping[str, Record]) -> str:
+    return content_key(step.depends_on, {name: records[name].model_dump() for name in step.requires})
 
 
 def _seal(key: str, facts: Facts, files: Iterable[FileRecord]) -> str:

@@ -60,6 +60,14 @@ def test_other_weights_of_the_same_shapes_are_not_resumed_with(workshop: Worksho
         workshop.build(resume=True)
 
 
+def test_a_build_of_another_checkpoint_that_was_interrupted_is_resumed_with_nothing_of_the_first(
+    workshop: Workshop,
+) -> None:
+    small_checkpoint.write(workshop.checkpoint, seed=7)
+    workshop.build(only="tokenizer")  # the others are still those of the first checkpoint
+    assert {"attend.compare", "table.compare"} <= set(workshop.build(resume=True).built)
+
+
 def test_resuming_takes_the_same_profile_from_another_place_and_no_other_one(workshop: Workshop) -> None:
     moved = workshop.root / "moved.toml"
     moved.write_bytes(workshop.profile.read_bytes())

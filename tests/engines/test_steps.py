@@ -56,6 +56,16 @@ def test_resuming_takes_portable_steps_that_other_versions_would_do_again(tmp_pa
     assert [r.status for r in ledger(tmp_path).run(later)] == ["built", "reused"]
 
 
+def test_what_has_changed_before_a_build_is_interrupted_is_not_taken_when_it_is_resumed(tmp_path: Path) -> None:
+    before = [Step("emit", {"model": 1}, fact, portable=True), Step("compare", {}, fact, ("emit",), portable=True)]
+    after = [Step("emit", {"model": 2}, fact, portable=True), Step("compare", {}, fact, ("emit",), portable=True)]
+    ledger(tmp_path).run(before)
+    ledger(tmp_path).forget_changed(before)
+    assert [r.status for r in ledger(tmp_path, resumes=True).run(before)] == ["reused", "reused"]
+    ledger(tmp_path).forget_changed(after)
+    assert [r.status for r in ledger(tmp_path, resumes=True).run(after)] == ["built", "built"]
+
+
 def test_resuming_does_not_take_a_file_that_has_changed(tmp_path: Path) -> None:
     steps = [Step("emit", {}, fact, portable=True)]
     ledger(tmp_path).run(steps)
