@@ -16,6 +16,7 @@ from engines.steps import Product, Record, Step
 from engines.store import AxisRecord, EngineRecord, FileRecord, PlanRecord
 from engines.weight_table import WeightTable
 from export.binding import Binding
+from export.checkpoint.holes import lacks_data
 from export.compare import compare
 from export.emit import census, emit
 from export.emitted import Emitted
@@ -122,7 +123,11 @@ class GraphSteps(ABC):
         )
 
     def _do_compare(self, made_by: str, records: Records) -> Product:
+        """Weights without data, of a checkpoint made for its dimensions, say nothing and need not even be finite."""
         emitted = self._emitted(records, made_by)
+        files = {stored.file for i in self._representatives for stored in self.binding.instances[i].values()}
+        if files and all(map(lacks_data, files)):
+            return Product({"difference": None})
         return Product({"difference": max(compare(emitted, i).worst for i in self._representatives)})
 
     def _emitted(self, records: Records, made_by: str) -> Emitted:

@@ -123,7 +123,8 @@ class EngineRecord(_Record):
     what runs instead: for ONNX Runtime its weights are external data whose locations are the bare names of the
     checkpoint's files, for TensorRT they are inside. `plan` is there for TensorRT only, and tells of `file`.
     `key` is the hash of everything that `file` depends on. `difference` is the largest measured |graph - torch eager|
-    in ONNX Runtime relative to the output's largest magnitude, at most `tolerance`.
+    in ONNX Runtime relative to the output's largest magnitude, at most `tolerance`; None where the weights are files
+    without data, which cannot be compared.
     """
 
     key: str
@@ -137,7 +138,7 @@ class EngineRecord(_Record):
     opset: int
     census: dict[str, int]
     tolerance: float
-    difference: float
+    difference: float | None
     plan: PlanRecord | None = None
 
 

@@ -18,6 +18,7 @@ from h3trt.exits import CommandError, Exit
 
 if TYPE_CHECKING:
     from engines.build import BuildReport
+    from engines.store import EngineRecord
     from export.checkpoint import Checkpoint
 
 # What the commands call is imported inside them: `h3trt --help` answers at once, and a serving host has no exporter.
@@ -257,6 +258,10 @@ def inspect(
         raise CommandError(f"{path}: no such file or directory")
 
 
+def _difference(engine: EngineRecord) -> str:
+    return "no data" if engine.difference is None else f"{engine.difference:.1e}"
+
+
 def _inspect_clip(path: Path) -> None:
     from runtime.probe import ProbeError, inspect_mp4
 
@@ -290,7 +295,7 @@ def _inspect_store(path: Path) -> None:
     console.line(f"profile {manifest.profile.name}: {manifest.profile.backend}, {precision}")
     console.line(f"checkpoint {manifest.checkpoint.root} ({manifest.checkpoint.layout})")
     rows = [
-        (name, str(engine.instances), str(len(engine.weights)), f"{engine.difference:.1e}", f"{engine.tolerance:.1e}")
+        (name, str(engine.instances), str(len(engine.weights)), _difference(engine), f"{engine.tolerance:.1e}")
         for name, engine in manifest.graphs.items()
     ]
     console.table("engines", ("graph", "instances", "weights", "difference", "tolerance"), rows)

@@ -42,6 +42,9 @@ class Moment:
     status: str
 
 
+WIDEST = 1000
+"""Columns of a table that are never exceeded."""
+
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -63,13 +66,13 @@ def line(text: str) -> None:
 
 
 def table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A small table of results."""
+    """A table of results, as wide as its cells: no figure is cut, in a file or on a narrow terminal."""
     shown = Table(title=Text(title), title_justify="left")
     for column in columns:
-        shown.add_column(Text(column))
+        shown.add_column(Text(column), no_wrap=True)
     for row in rows:
         shown.add_row(*map(Text, row))
-    out.print(shown)
+    Console(width=WIDEST, highlight=False).print(shown)
 
 
 def _columns() -> tuple[Any, ...]:

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from engines import backend, machine
-from engines.build import BuildReport, build
+from engines import backend, declaration, machine, tensorrt_steps
+from engines.build import BuildError, BuildReport, build
 from engines.layers import Layer, census
 from engines.plan import PlanError
 from engines.sessions.engine_set import EngineSet
@@ -183,6 +183,62 @@ def test_a_profile_that_cannot_fit_is_refused_before_anything_is_written(
     with pytest.raises(PlanError, match=r"denoise needs [\d.]+ GB of 25\.76 GB on one GPU, [\d.]+ GB too much"):
         build_gpu(root)
     assert not (root / "store").exists()
+
+
+@pytest.fixture
+def put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A build that was begun where TensorRT is missing."""
+    use_small_gpu_graphs(monkeypatch)
+    root = begin(tmp_path)
+
+    def missing(name: str) -> str:
+        raise backend.BackendMissing("tensorrt_rtx is not installed; run: pip install tensorrt-rtx-cu13")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorrt_steps, "backend_version", missing)
+        report = build_gpu(root)
+    assert {step.name: step.facts["deferred"] for step in report.deferred} == {
+        "block.plan": "tensorrt_rtx is not installed; run: pip install tensorrt-rtx-cu13",
+        "epilogue.plan": "tensorrt_rtx is not installed; run: pip install tensorrt-rtx-cu13",
+        "manifest": "waits for block.plan",
+    }
+    return root
+
+
+def test_a_store_whose_plans_were_put_off_does_not_open(put_off: Path, card: None) -> None:
+    command = rebuild_command(put_off / "store", str(put_off / "gpu.toml"), put_off / "checkpoint")
+    assert refusal(put_off).endswith(f"its build was begun and not finished; to go on, run: {command} --resume")
+
+
+def test_a_host_without_the_exporter_finishes_what_was_put_off(put_off: Path) -> None:
+    result = subprocess.run([*MODULE, str(put_off), "--resume"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    ended = dict(reversed(line.split()) for line in result.stdout.splitlines() if line.startswith(("built", "reused")))
+    assert {name for name, status in ended.items() if status == "reused"} >= {"block.emit", "block.compare"}
+    assert ended["block.plan"] == ended["epilogue.plan"] == ended["manifest"] == "built"
+    assert EngineStore.open(put_off / "store", to_run=False)
+
+
+def test_other_libraries_do_not_do_again_what_is_resumed(put_off: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declaration, "versions", lambda: {"torch": "another"})
+    assert "block.emit" not in build_gpu(put_off, resume=True).built
+    assert "block.emit" in build_gpu(put_off).built
+
+
+def test_nothing_is_resumed_with_another_profile_or_checkpoint(put_off: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gpu_profile(put_off / "gpu.toml", rows="[2048]")
+    with pytest.raises(BuildError, match=r"was begun with another shapes of profile .*; leave out --resume"):
+        build_gpu(put_off, resume=True)
+    write_gpu_profile(put_off / "gpu.toml")
+    monkeypatch.setattr(small_checkpoint.SmallCheckpoint, "fingerprint", "0" * 64)
+    with pytest.raises(BuildError, match=r"was begun with the checkpoint of fingerprint \w+ .*; leave out --resume"):
+        build_gpu(put_off, resume=True)
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_gpu_graphs(monkeypatch)
+    with pytest.raises(StoreError, match="no build was begun here that could be resumed; leave out --resume"):
+        build_gpu(begin(tmp_path), resume=True)
 
 
 def test_a_build_killed_within_a_plan_leaves_nothing_half_done_and_the_next_one_finishes(
