@@ -87,7 +87,7 @@ def build(
     """
     root, loaded = Path(store).absolute(), Profile.load(profile)
     opened = Checkpoint.open(Path(checkpoint).absolute())
-    begun = Begun(checkpoint=str(opened.root), fingerprint=opened.fingerprint, profile=loaded)
+    begun = Begun(checkpoint=str(opened.root), fingerprint=opened.fingerprint, sample=opened.sample, profile=loaded)
     if resume:
         _check_same(root, Begun.read(root), begun)
     reproduce = partial(_step_command, rebuild_command(root, loaded.name, opened.root))
@@ -129,6 +129,7 @@ class _Plan:
         self._weights = WeightTable(
             (g.binding for graphs in self._graphs.values() for g in graphs),
             {each.sidecar.path: each.written for each in self._quantised},
+            checkpoint.sample,
         )
 
     def steps(self) -> list[Step]:
@@ -239,16 +240,24 @@ def _step_command(command: str, step: str) -> str:
 
 
 def _check_same(store: Path, begun: Begun, now: Begun) -> None:
-    """Refuses to resume a build of another checkpoint or profile. A checkpoint may lie elsewhere by now."""
+    """Refuses to resume a build of another checkpoint or profile. Both may lie elsewhere by now."""
     fresh = "leave out --resume to build it anew"
     if begun.fingerprint != now.fingerprint:
         raise BuildError(
             f"{store}: was begun with the checkpoint of fingerprint {begun.fingerprint} ({begun.checkpoint}), but "
             f"{now.checkpoint} has {now.fingerprint}; {fresh}"
         )
-    if begun.profile != now.profile:
-        changed = [k for k in type(now.profile).model_fields if getattr(begun.profile, k) != getattr(now.profile, k)]
-        raise BuildError(f"{store}: was begun with another {', '.join(changed)} of profile {now.profile.name}; {fresh}")
+    if begun.sample != now.sample:
+        raise BuildError(
+            f"{store}: was begun with other weights ({begun.checkpoint}) than {now.checkpoint} has; {fresh}"
+        )
+    before, after = ({k: v for k, v in each.profile if k != "name"} for each in (begun, now))
+    changed = ", ".join(key for key in before if before[key] != after[key])
+    if changed:
+        raise BuildError(
+            f"{store}: was begun with profile {begun.profile.name}, of which {now.profile.name} differs in {changed}; "
+            f"{fresh}"
+        )
 
 
 def _check_known(only: str | None, steps: list[Step]) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from engines import machine
 
@@ -22,10 +22,26 @@ PROFILES = Path(__file__).parent / "profiles"
 DEVICES = Path(__file__).parent / "devices"
 """Directory of the descriptions of GPUs."""
 
-_MEMORY = re.compile(r"(?P<number>\d+(\.\d+)?) *(?P<unit>%|MiB|GiB)")
+_MEMORY = re.compile(r"(?P<number>[0-9]{1,9}(\.[0-9]{1,9})?) *(?P<unit>%|MiB|GiB)")
 _MEMORY_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 
 MOST_THREADS = 1024
+
+MOST_QUOTED = 200
+"""Characters of a wrong value that its error quotes."""
+
+_OF_A_KEY = "[key]"
+"""Where pydantic says that not a table's value is wrong, but its key."""
+
+_MUST = ("Input should be", "must be")
+
+_RULES = {
+    "tuple_type": "must be a list",
+    "too_short": "must not be empty",
+    "dict_type": "must be a table",
+    "model_type": "must be a table",
+}
+"""What the file's language calls the kinds of values that pydantic names in Python's."""
 
 Partition = Literal["fl2va", "ref2va"]
 PARTITIONS: tuple[Partition, ...] = get_args(Partition)
@@ -144,10 +160,29 @@ class Residency(_Table):
     video_decoder: Place
     audio_decoder: Place
 
+    @field_validator("denoiser", mode="before")
+    @classmethod
+    def _blocks(cls, value: object) -> object:
+        if value not in ("resident", "swapped") and (type(value) is not int or value < 0):
+            raise ValueError('must be "resident", "swapped", or the number of blocks that stay on the GPU')
+        return value
+
     def of(self, component: Component) -> Place | int:
         """Where a component's weights live."""
         place: Place | int = getattr(self, component)
         return place
+
+
+def _ascending(value: object) -> object:
+    sizes = value if isinstance(value, list | tuple) else ()
+    whole = all(type(size) is int for size in sizes)
+    if not sizes or not whole or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise ValueError("must be a list of whole numbers from 1, each above the one before")
+    return value
+
+
+Ends = Annotated[tuple[int, ...], Field(strict=False), BeforeValidator(_ascending)]
+"""Upper ends of ranges of sizes."""
 
 
 class Profile(_Table):
@@ -170,7 +205,7 @@ class Profile(_Table):
     ranks: Ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
     residency: Residency | None = None
     row_chunk: Annotated[int, Field(ge=0)] = 0
-    shapes: dict[Literal[AXES], Annotated[tuple[int, ...], Field(min_length=1, strict=False)]] = {}  # type: ignore[valid-type]
+    shapes: dict[Literal[AXES], Ends] = {}  # type: ignore[valid-type]
     threads: int | Literal["auto"]
     memory: str
 
@@ -196,14 +231,6 @@ class Profile(_Table):
         match = _MEMORY.fullmatch(value) if isinstance(value, str) else None
         if not match or not (0 < float(match["number"]) <= (100 if match["unit"] == "%" else float("inf"))):
             raise ValueError('must be a share such as "80%" (above 0%, at most 100%) or an amount such as "12 GiB"')
-        return value
-
-    @field_validator("shapes")
-    @classmethod
-    def _ascending(cls, value: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        for axis, ends in value.items():
-            if list(ends) != sorted(set(ends)) or ends[0] < 1:
-                raise ValueError(f"{axis} = {list(ends)}: must be whole numbers from 1, each above the one before")
         return value
 
     @model_validator(mode="after")
@@ -249,7 +276,8 @@ class Profile(_Table):
         found = self._gpu_problems() if self.on_gpu else self._cpu_problems()
         for stage, ranks in self.ranks:
             if ranks > max(1, self.gpus):
-                found.append(f"ranks.{stage} = {ranks}: must be at most gpus = {self.gpus}")
+                rule = f"must be at most gpus = {self.gpus}" if self.on_gpu else "must be 1 without GPUs"
+                found.append(f"ranks.{stage} = {ranks}: {rule}")
         return found
 
     def _cpu_problems(self) -> list[str]:
@@ -289,6 +317,8 @@ def _device(path: Path, name: object) -> Device:
 def _read(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text())
+    except RecursionError:
+        raise ProfileError(f"{path}: not a profile: its values are nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"{path}: not a TOML file: {error}") from error
     if "name" in table:
@@ -305,16 +335,24 @@ def _parse(kind: type[_T], path: Path, name: str, table: dict[str, Any]) -> _T:
 
 def _explain(kind: type[_Table], path: Path, error: Any) -> str:
     """One line for one of pydantic's errors: file, key, value, rule."""
-    key = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
+    named = [part for part in error["loc"] if part != _OF_A_KEY]
+    key = ".".join(str(part) for part in named)
+    message = _RULES.get(error["type"]) or error["msg"].removeprefix("Value error, ").replace(*_MUST)
     if error["type"] == "missing":
         return f"{path}: {key}: is missing"
     if error["type"] == "extra_forbidden":
         known = _keys(kind, error["loc"][:-1])
         close = get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-        return f"{path}: {key} = {error['input']!r}: unknown key; {hint}"
-    return f"{path}: {key} = {error['input']!r}: {message}" if key else f"{path}: {message}"
+        return f"{path}: {key} = {_quote(error['input'])}: unknown key; {hint}"
+    if _OF_A_KEY in error["loc"]:
+        return f"{path}: {key}: unknown key; {message}"
+    return f"{path}: {key} = {_quote(error['input'])}: {message}" if key else f"{path}: {message}"
+
+
+def _quote(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}..."
 
 
 def _keys(kind: type[_Table], place: tuple[Any, ...]) -> list[str]:

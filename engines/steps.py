@@ -51,7 +51,8 @@ class Deferred(Exception):
 class Record(BaseModel):
     """A finished step: the key it was done under, its facts, and its files in the order they were produced.
 
-    `portable_key` is the part of the key that is the same on every machine; None where the result is not.
+    `portable_key` is the part of the key that is the same on every machine; None where the result is not. `seal` is the
+    hash of the rest: a record that was damaged is none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +61,18 @@ class Record(BaseModel):
     portable_key: str | None
     facts: dict[str, Any]
     files: tuple[FileRecord, ...]
+    seal: str
+
+    @staticmethod
+    def sealed(keys: _Keys, facts: Facts, files: tuple[FileRecord, ...]) -> Record:
+        """The record of a step that has just been done; its facts are taken as JSON has them."""
+        kept = json.loads(json.dumps(facts))
+        return Record(**keys._asdict(), facts=kept, files=files, seal=_seal(keys, kept, files))
+
+    @property
+    def intact(self) -> bool:
+        """Whether it says what it said when it was made."""
+        return self.seal == _seal(_Keys(self.key, self.portable_key), self.facts, self.files)
 
 
 @dataclass(frozen=True)
@@ -243,7 +256,7 @@ class Ledger:
         with _logged(self._log_file(step.name), f"{step.name}, key {keys.key}"):
             product = step.action(required)
             files = tuple(self._write(path, data) for path, data in product.files.items())
-            record = Record(**keys._asdict(), facts=json.loads(json.dumps(product.facts)), files=files)
+            record = Record.sealed(keys, product.facts, files)
         write_atomically(self._record_file(step.name), record.model_dump_json(indent=1).encode())
         return record
 
@@ -284,11 +297,16 @@ def content_key(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def _seal(keys: _Keys, facts: Facts, files: Iterable[FileRecord]) -> str:
+    return content_key(*keys, facts, [file.model_dump() for file in files])
+
+
 def _load(path: Path) -> Record | None:
     try:
-        return Record.model_validate_json(path.read_text())
+        record = Record.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+    return record if record.intact else None
 
 
 def _holds(path: Path, sha256: str) -> bool:

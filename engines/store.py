@@ -11,10 +11,11 @@ import math
 import os
 import shlex
 import tempfile
-from pathlib import Path
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from engines import machine
 from engines.backend import BackendMissing, backend_version
@@ -74,10 +75,17 @@ class TensorRecord(_Record):
     shape: tuple[int | str, ...]
 
 
+def _inside(path: str) -> str:
+    pure = PurePosixPath(path)
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path:
+        raise ValueError(f"{path!r}: must be the path of a file within the store, relative to it")
+    return path
+
+
 class FileRecord(_Record):
     """A file of the store: path relative to it, and the SHA-256 of its bytes."""
 
-    path: str
+    path: Annotated[str, AfterValidator(_inside)]
     sha256: str
 
 
@@ -166,10 +174,14 @@ class CheckpointRecord(_Record):
 
 
 class Begun(_Record):
-    """The checkpoint and the profile that a store's finished steps are of."""
+    """The checkpoint and the profile that a store's finished steps are of.
+
+    `sample` is of the checkpoint's data, of which `fingerprint` says nothing.
+    """
 
     checkpoint: str
     fingerprint: str
+    sample: str
     profile: Profile
 
     @staticmethod
@@ -236,6 +248,8 @@ class EngineStore:
             store._verify_file(record)
         for weights in store.manifest.weight_files:
             store._verify_weights(weights)
+        for problem in store._unbound():
+            raise store._error(f"{root / MANIFEST}: {problem}")
         return store
 
     @property
@@ -339,8 +353,30 @@ class EngineStore:
                 f"{found.header_sha256} found"
             )
 
+    def _unbound(self) -> Iterator[str]:
+        """Instances whose weights are not those of their graph, each within one of the weight files."""
+        sizes = [file.size for file in self.manifest.weight_files]
+        for partition in self.manifest.profile.partitions:
+            bound = self.manifest.bindings.get(partition, {})
+            for name, engine in self.manifest.graphs.items():
+                instances = bound.get(name, ())
+                if len(instances) != engine.instances:
+                    yield f"bindings.{partition}.{name}: {engine.instances} instances expected, {len(instances)} found"
+                for index, regions in enumerate(instances):
+                    wrong = [w.name for w in engine.weights if not _lies_in(sizes, regions.get(w.name), w.dtype)]
+                    if wrong or len(regions) != len(engine.weights):
+                        what = wrong[0] if wrong else "a weight that the graph does not have"
+                        yield f"bindings.{partition}.{name}.{index}: {what}: not within the weight files"
+
     def _error(self, text: str) -> StoreError:
         return StoreError(f"{text}; {rebuild_advice(self.root)}")
+
+
+def _lies_in(sizes: list[int], region: Region | None, dtype: Dtype) -> bool:
+    """Whether a weight is bound to bytes of a file; `sizes` has the files' lengths."""
+    if region is None or not 0 <= region.file < len(sizes) or min(region.shape, default=1) < 0:
+        return False
+    return 0 <= region.offset <= sizes[region.file] - region.nbytes(dtype)
 
 
 def rebuild_command(store: Path, profile: str, checkpoint: str | Path) -> str:
@@ -430,7 +466,8 @@ def _read_manifest(root: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise StoreError(f"{path}: {place}: {first['msg']}; {rebuild_advice(root)}") from error
+        problem = first["msg"].removeprefix("Value error, ")
+        raise StoreError(f"{path}: {place}: {problem}; {rebuild_advice(root)}") from error
     # A file that lies in the store is found wherever the store is.
     weights = tuple(file.model_copy(update={"path": str(root / file.path)}) for file in manifest.weight_files)
     return manifest.model_copy(update={"weight_files": weights})

@@ -106,7 +106,8 @@ def plan_sidecar(graphs: Iterable[Graph], scheme: SchemeName, directory: Path, s
     """Plans the file of all quantised linear layers of those graphs; a weight that several share is in it once.
 
     The file's name is the stem and a part of the header's hash. Its metadata says scheme, source files (below the
-    directory that they share) and the hashes of their headers.
+    directory that they share), the hashes of their headers and samples of their data: of other weights it is another
+    file, which does not replace one that a finished store reads.
 
     Raises:
         LinearsError: a graph's linear layers are not those that are listed.
@@ -158,7 +159,8 @@ def _declare(scheme: Scheme, weight: Weight) -> dict[str, Declared]:
 def _metadata(scheme: SchemeName, weights: Iterable[Weight]) -> dict[str, str]:
     files = sorted({leaf.file for weight in weights for leaf in weight.leaves()})
     root = os.path.commonpath([file.parent for file in files]) if files else "."
-    hashes = {file.relative_to(root).as_posix(): read_header(file).digest for file in files}
+    headers = {file.relative_to(root).as_posix(): read_header(file) for file in files}
+    hashes = {name: [header.digest, header.sample()] for name, header in headers.items()}
     return {"scheme": scheme, "sources": json.dumps(hashes, sort_keys=True)}
 
 

@@ -236,18 +236,22 @@ def inspect(
     ] = None,
 ) -> None:
     """Say what a checkpoint, an engine store, a TensorRT plan or an MP4 file holds."""
+    from engines.store import BEGUN, MANIFEST, rebuild_advice
+
     is_plan = path.suffix in (".plan", ".json")
     if not is_plan and (svg is not None or rows is not None):
         raise CommandError(f"{path}: is not a plan or a file of layers, which --svg and --rows need")
-    is_checkpoint = path.is_dir() and not (path / "manifest.json").is_file()
+    is_checkpoint = path.is_dir() and not (path / MANIFEST).is_file()
     if verify_hashes and not is_checkpoint:
         raise CommandError(f"{path}: is not a checkpoint's directory, which --verify-hashes needs")
     if is_plan:
         _inspect_plan(path, svg, rows)
     elif path.is_file():
         _inspect_clip(path)
-    elif (path / "manifest.json").is_file():
+    elif (path / MANIFEST).is_file():
         _inspect_store(path)
+    elif (path / BEGUN).is_file():
+        raise CommandError(f"{path}: {rebuild_advice(path)}", Exit.ENGINES)
     elif is_checkpoint:
         _inspect_checkpoint(path, verify_hashes)
     else:
@@ -259,9 +263,12 @@ def _difference(engine: EngineRecord) -> str:
 
 
 def _inspect_clip(path: Path) -> None:
-    from runtime.probe import inspect_mp4
+    from runtime.probe import ProbeError, inspect_mp4
 
-    console.line(inspect_mp4(path).to_json())
+    try:
+        console.line(inspect_mp4(path).to_json())
+    except ProbeError as error:
+        raise CommandError(f"{path}: {error}", Exit.VERIFICATION) from error
 
 
 def _inspect_plan(path: Path, svg: Path | None, rows: int | None) -> None:

@@ -37,6 +37,7 @@ def plan(
     """
     from engines.plan import Workload, make_plan, released_outline
     from engines.profile import Profile
+    from engines.store import write_atomically
     from export.checkpoint.outline import Outline
     from h3trt.exits import CommandError
     from plugins.shape import ASPECT_RATIOS
@@ -53,7 +54,7 @@ def plan(
     elif json == "-":
         console.line(made.to_json())
     else:
-        Path(json).write_text(made.to_json())
+        write_atomically(Path(json), made.to_json().encode())
 
 
 def _show(plan: Plan) -> None:

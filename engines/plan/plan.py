@@ -33,7 +33,7 @@ class _Record(BaseModel):
 class Workload(_Record):
     """The request that is planned for. `text_rows`: tokens of the prompt."""
 
-    seconds: Annotated[float, Field(gt=0)] = 10
+    seconds: float = 10
     aspect_ratio: str = "16:9"
     forwards: Annotated[int, Field(ge=1)] = 49
     text_rows: Annotated[int, Field(ge=1)] = 512

@@ -13,13 +13,14 @@ from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.hashes import read_sums, verify_sums
 from export.checkpoint.recipes import QKVLayout
+from export.checkpoint.safetensors_file import Header
 from export.checkpoint.sizes import read_dimensions
 from export.checkpoint.tree import COMPONENTS, Component, LayoutName, Place, Tree, find_tree
 from plugins.dimensions import Dimensions
 
 
 class Checkpoint:
-    """Configuration and lazy weights of every component. Use `Checkpoint.open`; no tensor data is read by this class.
+    """Configuration and lazy weights of every component. Use `Checkpoint.open`, which reads no tensor data.
 
     Attributes: `root`; `layout` ("native" or "diffusers"); `partitions` (of "fl2va", "ref2va", those present);
     `dimensions`, every size that later layers read (all partitions have the same).
@@ -95,10 +96,22 @@ class Checkpoint:
         described |= {file for name in self.partitions for file in self._tree.schedule_files(name)}
         described.add(self.tokenizer_file)
         lines = [(file, hashlib.sha256(file.read_bytes()).hexdigest()) for file in described]
-        headers = {header.file: header for one in self._catalogues.values() for header in one.files.headers}
-        lines += [(file, f"{header.size}:{header.digest}") for file, header in headers.items()]
+        lines += [(file, f"{header.size}:{header.digest}") for file, header in self._headers.items()]
         text = "".join(f"{file.relative_to(self.root).as_posix()}:{line}\n" for file, line in sorted(lines))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def sample(self) -> str:
+        """SHA-256 over a sample of every safetensors file: other weights of the same shapes differ in it.
+
+        It is for telling checkpoints apart in a moment, not for finding damage, which `verify_hashes` is for.
+        """
+        samples = "".join(header.sample() for _, header in sorted(self._headers.items()))
+        return hashlib.sha256(samples.encode()).hexdigest()
+
+    @property
+    def _headers(self) -> dict[Path, Header]:
+        return {header.file: header for one in self._catalogues.values() for header in one.files.headers}
 
     def listed_files(self) -> tuple[Path, ...]:
         """The files that the root's SHA256SUMS lists; none where there is no list. Raises CheckpointError."""

@@ -247,6 +247,17 @@ def test_verifying_needs_a_list(diffusers_root: Path, copied: Copy) -> None:
         Checkpoint.open(root).verify_hashes()
 
 
+def test_the_sample_follows_the_data(diffusers_root: Path, copied: Copy) -> None:
+    root = copied(diffusers_root)
+    original = Checkpoint.open(diffusers_root).sample
+    assert Checkpoint.open(root).sample == original
+    file = max(root.rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert Checkpoint.open(root).sample != original
+
+
 def test_the_fingerprint_follows_configurations_tokenizer_and_headers(diffusers_root: Path, copied: Copy) -> None:
     root = copied(diffusers_root)
     original = Checkpoint.open(diffusers_root).fingerprint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ class SmallCheckpoint:
     @property
     def tokenizer_file(self) -> Path:
         return self.root / "tokenizer.json"
+
+    @property
+    def sample(self) -> str:
+        files = (self.root / f"{partition}.safetensors" for partition in self.partitions)
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
     def listed_files(self) -> tuple[Path, ...]:
         return tuple(read_sums(self.root))

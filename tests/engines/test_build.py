@@ -53,6 +53,31 @@ def test_other_bytes_of_the_same_shapes_redo_only_what_reads_them(workshop: Work
     assert torch.allclose(mixed.double(), expected, atol=1e-5)  # float32 against float64, values of order 1
 
 
+def test_other_weights_of_the_same_shapes_are_not_resumed_with(workshop: Workshop) -> None:
+    assert workshop.build(resume=True).built == ()
+    small_checkpoint.write(workshop.checkpoint, seed=7)
+    with pytest.raises(BuildError, match=r"was begun with other weights .*; leave out --resume to build it anew"):
+        workshop.build(resume=True)
+
+
+def test_a_build_of_another_checkpoint_that_was_interrupted_is_resumed_with_nothing_of_the_first(
+    workshop: Workshop,
+) -> None:
+    small_checkpoint.write(workshop.checkpoint, seed=7)
+    workshop.build(only="tokenizer")  # the others are still those of the first checkpoint
+    assert {"attend.compare", "table.compare"} <= set(workshop.build(resume=True).built)
+
+
+def test_resuming_takes_the_same_profile_from_another_place_and_no_other_one(workshop: Workshop) -> None:
+    moved = workshop.root / "moved.toml"
+    moved.write_bytes(workshop.profile.read_bytes())
+    assert build(workshop.checkpoint, moved, workshop.store, resume=True).built == ("manifest",)
+    with pytest.raises(
+        BuildError, match=rf"with profile {moved}, of which {workshop.baked_profile} differs in weights;"
+    ):
+        build(workshop.checkpoint, workshop.baked_profile, workshop.store, resume=True)
+
+
 def test_files_are_compared_with_the_checkpoints_own_hashes_whenever_they_change(workshop: Workshop) -> None:
     weights = workshop.checkpoint / "fl2va.safetensors"
     write_sums(workshop.checkpoint, [weights])

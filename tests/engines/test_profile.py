@@ -10,6 +10,7 @@ from engines import machine
 from engines.profile import PROFILES, Profile, ProfileError
 
 CPU = (PROFILES / "cpu.toml").read_text()
+B300 = (PROFILES / "b300.toml").read_text()
 
 
 @pytest.mark.parametrize("file", sorted(PROFILES.glob("*.toml")), ids=lambda file: file.stem)
@@ -35,14 +36,24 @@ def test_a_profile_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
         ('"80%"', '"120%"', "memory = '120%': must be a share such as \"80%\""),
         ('"80%"', '"0 GiB"', "memory = '0 GiB': must be a share"),
         ('"80%"', "0.8", "memory = 0.8: must be a share"),
-        ('"bound"', '"glued"', "weights = 'glued': Input should be 'bound' or 'baked'"),
+        ('"bound"', '"glued"', "weights = 'glued': must be 'bound' or 'baked'"),
         ('"float32"', '"bfloat16"', "precision.text_encoder = 'bfloat16': must be 'float32' with backend"),
-        ('"onnxruntime"', '"abacus"', "backend = 'abacus': Input should be 'onnxruntime'"),
+        ('"onnxruntime"', '"abacus"', "backend = 'abacus': must be 'onnxruntime'"),
         ('["fl2va"]', '["ref2va"]', "partitions = ['ref2va']: must name fl2va, which text to video"),
         ('["fl2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),
-        ('["fl2va"]', "[]", "partitions = []: "),
-        ('["fl2va"]', '["t2va"]', "partitions.0 = 't2va': Input should be 'fl2va' or 'ref2va'"),
+        ('["fl2va"]', "[]", "partitions = []: must not be empty"),
+        ('["fl2va"]', '["t2va"]', "partitions.0 = 't2va': must be 'fl2va' or 'ref2va'"),
+        ('["fl2va"]', '"fl2va"', "partitions = 'fl2va': must be a list"),
         ('threads = "auto"', 'threads = "auto"\nname = "x"', "name = 'x': must not be given"),
+        ('threads = "auto"', "ranks = 2", "ranks = 2: must be a table"),
+        ('"80%"', '"\u0668\u0660%"', "memory = '\u0668\u0660%': must be a share"),
+        ('"80%"', f'"{"9" * 400} GiB"', f"memory = '{'9' * 199}...: must be a share"),
+        ('threads = "auto"', f"threads = {'[' * 5000}{']' * 5000}", "not a profile: its values are nested too deeply"),
+        (
+            "[attention]",
+            "[ranks]\nulysses = 2\ntext_encoder = 1\nvideo_tiles = 1\n[attention]",
+            "ranks.ulysses = 2: must be 1 without GPUs",
+        ),
     ],
 )
 def test_a_mistake_is_named_by_file_key_value_and_rule(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -52,6 +63,42 @@ def test_a_mistake_is_named_by_file_key_value_and_rule(tmp_path: Path, old: str,
     with pytest.raises(ProfileError) as refused:
         Profile.load(file)
     assert f"{file}: {message}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            f"[{size}]",
+            f"[{wrong}]",
+            f"shapes.audio_rows = [{shown}]: must be a list of whole numbers from 1, each above",
+        )
+        for size, wrong, shown in [
+            ("2048", "", ""),
+            ("2048", "0", "0"),
+            ("2048", "2048, 512", "2048, 512"),
+            ("2048", '"many"', "'many'"),
+            ("2048", "true", "True"),
+            ("2048", "1.5", "1.5"),
+        ]
+    ]
+    + [
+        ("[2048]", "2048", "shapes.audio_rows = 2048: must be a list of whole numbers"),
+        ("audio_rows", "audio_row", "shapes.audio_row: unknown key; must be 'rows', "),
+        *(
+            ('denoiser = "resident"', f"denoiser = {wrong}", f'residency.denoiser = {shown}: must be "resident", ')
+            for wrong, shown in [('"streamed"', "'streamed'"), ("-1", "-1"), ("2.0", "2.0"), ("true", "True")]
+        ),
+    ],
+)
+def test_a_mistake_about_a_gpu_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in B300
+    file = tmp_path / "mine.toml"
+    file.write_text(B300.replace(old, new))
+    with pytest.raises(ProfileError) as refused:
+        Profile.load(file)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"{file}: {message}")
 
 
 def test_every_mistake_is_listed(tmp_path: Path) -> None:

@@ -79,6 +79,29 @@ def test_resuming_does_not_take_a_file_that_has_changed(tmp_path: Path) -> None:
     assert [r.status for r in ledger(tmp_path, resumes=True).run(steps)] == ["built"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"answer": 42', b'"answer": 43'),
+        (b'"answer": 42', b""),
+        (b"answers/", b"../answers/"),
+        (b"answers/", b"/answers/"),
+        (b"answers/", b"\xff\xfe"),
+        (b"{", b"[" * 100_000),
+    ],
+)
+def test_a_record_that_was_damaged_is_none_and_its_step_is_done_again(tmp_path: Path, old: bytes, new: bytes) -> None:
+    steps = [Step("first", {}, fact)]
+    ledger(tmp_path).run(steps)
+    file = tmp_path / RECORDS / "first.json"
+    whole = file.read_bytes()
+    assert old in whole
+    file.write_bytes(whole.replace(old, new, 1))
+    (report,) = ledger(tmp_path).run(steps)
+    assert (report.status, report.facts) == ("built", {"answer": 42})
+    assert file.read_bytes() == whole
+
+
 def test_a_large_product_is_moved_from_the_step_s_own_directory_which_goes(tmp_path: Path) -> None:
     events: list[StepEvent] = []
     made = ledger(tmp_path, events)

@@ -75,6 +75,37 @@ def test_a_manifest_field_of_the_wrong_kind(workshop: Workshop) -> None:
     assert "manifest.json: weight_files: " in refusal(workshop)
 
 
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../store/manifest.json", "tokenizer/../../store/manifest.json", "", "a\0"]
+)
+def test_a_file_outside_the_store_is_not_looked_at(workshop: Workshop, path: str) -> None:
+    edit_manifest(workshop.store, tokenizer={"path": path, "sha256": "0" * 64})
+    assert f"manifest.json: tokenizer.path: {path!r}: must be the path of a file within the store" in refusal(workshop)
+
+
+@pytest.mark.parametrize(
+    "region", [[99, 0, [1]], [-1, 0, [1]], [0, -4, [1]], [0, 0, [10**30]], [0, 10**30, [1]], [0, 0, [-1]]]
+)
+def test_a_weight_that_no_file_holds(workshop: Workshop, region: list[Any]) -> None:
+    bindings = json.loads((workshop.store / "manifest.json").read_text())["bindings"]
+    weight = next(iter(bindings["fl2va"]["attend"][1]))
+    bindings["fl2va"]["attend"][1][weight] = region
+    edit_manifest(workshop.store, bindings=bindings)
+    assert f"manifest.json: bindings.fl2va.attend.1: {weight}: not within the weight files" in refusal(workshop)
+
+
+def test_weights_that_are_bound_to_nothing(workshop: Workshop) -> None:
+    bindings = json.loads((workshop.store / "manifest.json").read_text())["bindings"]
+    edit_manifest(workshop.store, bindings={"fl2va": bindings["fl2va"]})
+    assert "manifest.json: bindings.ref2va." in refusal(workshop)
+    bindings["fl2va"]["attend"][0].clear()
+    edit_manifest(workshop.store, bindings=bindings)
+    assert "manifest.json: bindings.fl2va.attend.0: " in refusal(workshop)
+    bindings["fl2va"]["attend"].pop()
+    edit_manifest(workshop.store, bindings=bindings)
+    assert "manifest.json: bindings.fl2va.attend: 2 instances expected, 1 found" in refusal(workshop)
+
+
 def test_a_corrupt_engine(workshop: Workshop) -> None:
     file = workshop.engine_file("table")
     data = bytearray(file.read_bytes())

@@ -115,7 +115,8 @@ def test_header_size_and_offsets_are_known_before_the_file_is(tmp_path: Path, we
     assert (header.digest, header.size) == (sidecar.header_sha256, sidecar.size)
     assert {s.key: s for s in sidecar.weights[weight].values()} == header.tensors
     assert header.metadata["scheme"] == scheme
-    assert json.loads(header.metadata["sources"]) == {weight.file.name: read_header(weight.file).digest}
+    source = read_header(weight.file)
+    assert json.loads(header.metadata["sources"]) == {weight.file.name: [source.digest, source.sample()]}
     with safe_open(sidecar.path, "pt") as opened:
         assert set(opened.keys()) == set(header.tensors)
 
@@ -123,6 +124,13 @@ def test_header_size_and_offsets_are_known_before_the_file_is(tmp_path: Path, we
 def test_another_source_gives_another_file_name(tmp_path: Path, weight: Stored) -> None:
     other = stored(tmp_path, {"w": drawn(4000, 512), "more": torch.zeros(1)}, "other")["w"]
     assert plan(tmp_path, weight).path != plan(tmp_path, other).path
+
+
+def test_other_data_of_the_same_shapes_do_not_replace_the_file(tmp_path: Path) -> None:
+    first = plan(tmp_path, stored(tmp_path, {"w": drawn(64, 32, seed=1)})["w"])
+    second = plan(tmp_path, stored(tmp_path, {"w": drawn(64, 32, seed=2)})["w"])
+    assert (first.size, first.path.parent) == (second.size, second.path.parent)
+    assert first.path != second.path
 
 
 def test_a_weight_that_is_computed_is_quantised_as_it_is_computed(tmp_path: Path) -> None:

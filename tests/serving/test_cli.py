@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from engines.profile import Profile
+from engines.store import Begun
 from export.checkpoint import Checkpoint
 from export.checkpoint.summary import summarise
 from export.miniature import write_miniature
@@ -115,10 +117,28 @@ def test_inspect_of_nothing(tmp_path: Path) -> None:
     _assert_one_line(_run("inspect", str(tmp_path / "none")), Exit.USAGE, str(tmp_path / "none"))
 
 
+def test_inspect_of_a_store_that_is_not_finished_names_the_command_that_goes_on(tmp_path: Path) -> None:
+    Begun(checkpoint="/data/h3", fingerprint="0", sample="0", profile=Profile.load("cpu")).write(tmp_path)
+    command = f"h3trt engines build --profile cpu --checkpoint /data/h3 --store {tmp_path} --resume"
+    _assert_one_line(_run("inspect", str(tmp_path)), Exit.ENGINES, command)
+
+
 def test_inspect_of_a_file_that_is_no_clip(tmp_path: Path) -> None:
     file = tmp_path / "clip.mp4"
     file.write_bytes(b"\0\0\0\x08free")
-    _assert_one_line(_run("inspect", str(file)), Exit.VERIFICATION, "mp4")
+    _assert_one_line(_run("inspect", str(file)), Exit.VERIFICATION, f"{file}: mp4")
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9"])
+def test_a_plan_of_an_illegal_duration(seconds: str) -> None:
+    result = _run("plan", "--profile", "cpu", f"--seconds={seconds}")
+    _assert_one_line(result, Exit.USAGE, f"seconds = {float(seconds):g}: must be from 4 to 15")
+
+
+def test_a_plan_is_written_into_a_new_folder(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "plan.json"
+    assert _run("plan", "--profile", "cpu", "--json", str(file)).exit_code == Exit.OK
+    assert json.loads(file.read_text())["profile"] == "cpu"
 
 
 def test_doctor_says_what_mends_a_missing_store(tmp_path: Path) -> None:
