@@ -129,7 +129,6 @@ class _Plan:
         self._weights = WeightTable(
             (g.binding for graphs in self._graphs.values() for g in graphs),
             {each.sidecar.path: each.written for each in self._quantised},
-            checkpoint.sample,
         )
 
     def steps(self) -> list[Step]:

@@ -27,12 +27,10 @@ class Written:
 class WeightTable:
     """Every weight file that some bindings read; `files` is in the manifest's order.
 
-    `written` are those of them, by absolute path, that need not exist yet. `sample` tells the checkpoint's data from
-    other data of the same shapes, on whatever machine it lies.
+    `written` are those of them, by absolute path, that need not exist yet.
     """
 
-    def __init__(self, bindings: Iterable[Binding], written: Mapping[Path, Written], sample: str) -> None:
-        self.sample = sample
+    def __init__(self, bindings: Iterable[Binding], written: Mapping[Path, Written]) -> None:
         paths = {s.file for binding in bindings for instance in binding.instances for s in instance.values()}
         self._written = written
         self._index = {path: index for index, path in enumerate(sorted(paths))}
