@@ -15,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from engines.backend import installed
-from engines.declaration import describe_checkpoint, describe_exporter, versions
+from engines.declaration import describe_checkpoint, describe_exporter
 from engines.graph_steps import GraphSteps
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.onnxruntime_steps import OnnxRuntimeSteps
@@ -95,8 +95,6 @@ def build(
     steps = _Plan(opened, loaded, root, reproduce, ledger.work).steps()
     _check_known(only, steps)
     with _locked(root, progress):
-        if not resume:
-            ledger.forget_changed(steps)
         begun.write(root)
         report = BuildReport(root, tuple(ledger.run(steps, only)))
         if only is None and not report.deferred:
@@ -131,6 +129,7 @@ class _Plan:
         self._weights = WeightTable(
             (g.binding for graphs in self._graphs.values() for g in graphs),
             {each.sidecar.path: each.written for each in self._quantised},
+            checkpoint.sample,
         )
 
     def steps(self) -> list[Step]:
@@ -185,7 +184,8 @@ class _Plan:
 
     def _manifest(self, requires: tuple[str, ...]) -> Step:
         about = self._about()
-        return Step("manifest", {"schema": SCHEMA_VERSION, **about}, partial(self._do_manifest, about), requires)
+        depends_on = {"schema": SCHEMA_VERSION, **about, "installed": installed(self._profile.backend)}
+        return Step("manifest", depends_on, partial(self._do_manifest, about), requires)
 
     def _do_manifest(self, about: Mapping[str, Any], records: Mapping[str, Record]) -> Product:
         manifest = Manifest.model_validate_json(
@@ -193,6 +193,7 @@ class _Plan:
                 {
                     "schema_version": SCHEMA_VERSION,
                     **about,
+                    "versions": self._versions(records),
                     "tokenizer": records["tokenizer"].files[0].model_dump(),
                     "graphs": {
                         graph.graph.name: graph.engine_record(records).model_dump()
@@ -204,12 +205,17 @@ class _Plan:
         )
         return Product({}, {MANIFEST: manifest.model_dump_json(indent=1).encode()})
 
+    def _versions(self, records: Mapping[str, Record]) -> dict[str, str]:
+        """Of the libraries that the graphs were exported with, maybe on another machine, and of this one's backend."""
+        first = self._graphs[self._first][0].graph.name
+        exported: dict[str, str] = records[f"{first}.emit"].facts["versions"]
+        return exported | installed(self._profile.backend)
+
     def _about(self) -> dict[str, Any]:
         """The part of the manifest that no step has to find out."""
         checkpoint = self._checkpoint
         return {
             "profile": self._profile.model_dump(mode="json"),
-            "versions": versions() | installed(self._profile.backend),
             "checkpoint": {
                 "root": str(checkpoint.root),
                 "layout": checkpoint.layout,

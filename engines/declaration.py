@@ -13,7 +13,8 @@ import torch
 
 import export
 import plugins
-from engines.store import Dtype, TensorRecord
+from engines.sessions.dtypes import NAMES
+from engines.store import TensorRecord
 from export.binding import Binding, WeightInput
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Stored, Weight
@@ -22,17 +23,6 @@ from export.graphs.graph import Axis, Graph, TensorSpec
 
 LIBRARIES = ("diffusers", "onnx", "onnxruntime", "onnxscript", "torch", "transformers")
 """Packages whose version can change an engine or its comparison."""
-
-DTYPES: dict[torch.dtype, Dtype] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
 
 
 def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
@@ -51,7 +41,7 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
         "inputs": [tensor_record(spec).model_dump() for spec in graph.inputs],
         "outputs": [tensor_record(spec).model_dump() for spec in graph.outputs],
         "axes": {name: vars(axis) for name, axis in axes(graph, binding).items()},
-        "compute": DTYPES[graph.compute],
+        "compute": NAMES[graph.compute],
         "weights": [tensor_record(spec).model_dump() for spec in binding.inputs],
         "instances": len(graph.weights),
         "parameters": structures[0],
@@ -84,9 +74,13 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def describe_backend(backend: ModuleType) -> dict[str, Any]:
-    """A backend's own source and the versions of what it stands on."""
-    files = _package_files(backend) if hasattr(backend, "__path__") else [Path(str(backend.__file__))]
+def describe_backend(*modules: ModuleType) -> dict[str, Any]:
+    """A backend's own source, in modules and packages, and the versions of what it stands on."""
+    files = [
+        file
+        for module in modules
+        for file in (_package_files(module) if hasattr(module, "__path__") else [Path(str(module.__file__))])
+    ]
     return {"source": source_hash(files), "versions": versions()}
 
 
@@ -100,7 +94,7 @@ def source_hash(files: list[Path]) -> str:
 def tensor_record(spec: TensorSpec | WeightInput) -> TensorRecord:
     """The manifest's record of an input, output or weight."""
     shape = tuple(d.name if isinstance(d, Axis) else d for d in spec.shape)
-    return TensorRecord(name=spec.name, dtype=DTYPES[spec.dtype], shape=shape)
+    return TensorRecord(name=spec.name, dtype=NAMES[spec.dtype], shape=shape)
 
 
 def axes(graph: Graph, binding: Binding) -> dict[str, Axis]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 
-from engines.declaration import axes, describe_graph, tensor_record
+from engines.declaration import axes, describe_graph, tensor_record, versions
 from engines.profile import PARTITIONS, Partition
 from engines.steps import Product, Record, Step
 from engines.store import AxisRecord, EngineRecord, FileRecord, PlanRecord
@@ -97,20 +97,26 @@ class GraphSteps(ABC):
         return [i for i, each in enumerate(shapes) if shapes.index(each) == i]
 
     def _emit(self, checkpoint: Mapping[str, Any], exporter: Mapping[str, Any]) -> Step:
-        depends_on = {"graph": self.declaration, "checkpoint": checkpoint, "exporter": exporter}
-        return Step(self._name("emit"), depends_on, self._do_emit, portable=True)
+        depends_on = {"graph": self.declaration, "checkpoint": checkpoint, "source": exporter["source"]}
+        return Step(self._name("emit"), depends_on, self._do_emit, here={"versions": exporter["versions"]})
 
     def _do_emit(self, records: Records) -> Product:
         model = emit(self.graph).model
-        return Product({"census": census(model)}, {self._path("portable", ".onnx"): model_bytes(model)})
+        return Product(
+            {"census": census(model), "versions": versions()}, {self._path("portable", ".onnx"): model_bytes(model)}
+        )
 
     def _compare(self, exporter: Mapping[str, Any], weights: WeightTable, made_by: str) -> Step:
         """Compares what the step `made_by` made with eager torch, on each set of weight shapes."""
         instances = [self.binding.instances[i] for i in self._representatives]
         depends_on = {
-            "exporter": exporter,
+            "source": exporter["source"],
             "trials": [dict(trial) for trial in self.graph.trials],
             "tolerance": self.graph.tolerance,
+            "contents": weights.contents(instances),
+        }
+        here = {
+            "versions": exporter["versions"],
             "weights": [weights.regions(instance) for instance in instances],
             "files": weights.identities(instances),
         }
@@ -119,7 +125,7 @@ class GraphSteps(ABC):
             depends_on,
             lambda records: self._do_compare(made_by, records),
             (self._name(made_by), *weights.made_by(instances)),
-            portable=True,
+            here,
         )
 
     def _do_compare(self, made_by: str, records: Records) -> Product:

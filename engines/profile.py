@@ -64,20 +64,18 @@ _COMPONENTS: dict[str, Component] = {
     "text_encoder": "text_encoder",
     "context": "text_encoder",
     "modulation": "modulation",
-    "prologue": "denoiser",
-    "block": "denoiser",
-    "epilogue": "denoiser",
     "video_decoder_tile": "video_decoder",
     "audio_decoder": "audio_decoder",
 }
+"""By the first part of a graph's name; all others are the denoiser's."""
 
 
 def component_of(graph: str) -> Component:
-    """The component that a graph belongs to, by the first part of its name.
+    """The component that a graph belongs to.
 
     `context` goes with the text encoder: both run once a request, one after the other.
     """
-    return _COMPONENTS[graph.partition(".")[0]]
+    return _COMPONENTS.get(graph.partition(".")[0], "denoiser")
 
 
 AXES = ("rows", "text_rows", "video_rows", "audio_rows", "audio_latents")
@@ -127,12 +125,6 @@ class Device(_Table):
         """Rate of matrix products in an arithmetic, in units of 10^12 operations a second."""
         rates = {"float32": self.float32_tflops, "bfloat16": self.bfloat16_tflops}
         return (rates | {"fp8": self.fp8_tflops, "nvfp4": self.nvfp4_tflops})[arithmetic]
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        """(major, minor)."""
-        major, minor = self.capability.split(".")
-        return int(major), int(minor)
 
 
 class Precision(_Table):

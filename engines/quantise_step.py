@@ -11,6 +11,7 @@ from engines.steps import Product, Record, Step, Work
 from engines.store import WeightFile, weight_file
 from engines.weight_table import Written
 from export import schemes, sidecar
+from export.checkpoint.holes import lacks_data
 from export.sidecar import Sidecar
 from plugins.ops import fp8_linear, nvfp4_linear
 
@@ -38,12 +39,11 @@ class QuantiseStep:
         files = sorted({source.file for source in self.sidecar.sources()})
         depends_on = {
             "header": self.sidecar.header_sha256,
-            "source": source_hash(
-                [Path(str(module.__file__)) for module in (schemes, sidecar, fp8_linear, nvfp4_linear)]
-            ),
-            "files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files],
+            "source": source_hash([Path(str(module.__file__)) for module in QUANTISERS]),
+            "lacking data": [lacks_data(file) for file in files],
         }
-        return Step(self._name, depends_on, self._do, portable=True)
+        here = {"files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files]}
+        return Step(self._name, depends_on, self._do, here=here)
 
     def _do(self, records: Mapping[str, Record]) -> Product:
         self.sidecar.write(self._report)

@@ -1,6 +1,6 @@
 """A build as a list of steps, each redone only when something it depends on has changed.
 
-A step's key covers what it declares to depend on and the records of the steps it requires. Its record (key, facts,
+A step's key covers what it declares to depend on and the records of the steps it requires. Its record (keys, facts,
 files) is kept next to its log; while the key is the same and the files are intact, the result is reused. What cannot be
 done on this machine is put off, with all that waits for it, to be done on another one.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -51,40 +51,57 @@ class Deferred(Exception):
 class Record(BaseModel):
     """A finished step: the key it was done under, its facts, and its files in the order they were produced.
 
-    `seal` is the hash of the rest: a record that was damaged is none.
+    `portable_key` is the part of the key that is the same on every machine; None where the result is not. `seal` is the
+    hash of the rest: a record that was damaged is none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
+    portable_key: str | None
     facts: dict[str, Any]
     files: tuple[FileRecord, ...]
     seal: str
 
     @staticmethod
-    def sealed(key: str, facts: Facts, files: tuple[FileRecord, ...]) -> Record:
+    def sealed(keys: _Keys, facts: Facts, files: tuple[FileRecord, ...]) -> Record:
         """The record of a step that has just been done; its facts are taken as JSON has them."""
         kept = json.loads(json.dumps(facts))
-        return Record(key=key, facts=kept, files=files, seal=_seal(key, kept, files))
+        return Record(**keys._asdict(), facts=kept, files=files, seal=_seal(keys, kept, files))
 
     @property
     def intact(self) -> bool:
         """Whether it says what it said when it was made."""
-        return self.seal == _seal(self.key, self.facts, self.files)
+        return self.seal == _seal(_Keys(self.key, self.portable_key), self.facts, self.files)
 
 
 @dataclass(frozen=True)
 class Step:
     """One piece of work: `action` is given the records of the steps in `requires`, which come earlier in the list.
 
-    The result of a `portable` step says the same on every machine that goes on with the store.
+    A step with `here` is portable: `here` is what it depends on besides and what differs from machine to machine, such
+    as versions of libraries and times of files, while the result says the same on all that go on with the store.
     """
 
     name: str
     depends_on: Facts
     action: Callable[[Mapping[str, Record]], Product]
     requires: tuple[str, ...] = ()
-    portable: bool = False
+    here: Facts | None = None
+
+
+class _Keys(NamedTuple):
+    """What a step's record was, or would be, done under."""
+
+    key: str
+    portable_key: str | None
+
+    @staticmethod
+    def of(step: Step, required: Mapping[str, Record]) -> _Keys:
+        records = {name: record.model_dump() for name, record in required.items()}
+        if step.here is None:
+            return _Keys(content_key(step.depends_on, records), None)
+        return _Keys(content_key(step.depends_on, records, step.here), content_key(step.depends_on, records))
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,7 @@ class StepEvent:
     index: int
     total: int
     name: str
-    status: Literal["started", "working", "built", "reused", "deferred", "failed"]
+    status: Literal["started", "working"] | Status
     seconds: float = 0.0
 
 
@@ -156,8 +173,8 @@ class _Work:
 class Ledger:
     """Runs steps in a store and remembers their results there. `reproduce` gives the command for a step's name.
 
-    A ledger that `resumes` takes finished portable steps as they are: on another machine, with other versions of the
-    exporter's libraries, their keys would differ, while the results are those that the remaining steps want.
+    A ledger that `resumes` takes finished portable steps as they are, whatever they were done under on the machine that
+    has done them: their results are those that the remaining steps want.
     """
 
     def __init__(
@@ -201,17 +218,6 @@ class Ledger:
                 break
         return reports
 
-    def forget_changed(self, steps: Iterable[Step]) -> None:
-        """Removes the records of portable steps whose key has changed: resuming would take them without asking."""
-        unchanged: dict[str, Record] = {}
-        for step in steps:
-            record = _load(self._record_file(step.name))
-            known = all(name in unchanged for name in step.requires)
-            if record is not None and known and record.key == _key(step, unchanged):
-                unchanged[step.name] = record
-            elif step.portable:
-                self._record_file(step.name).unlink(missing_ok=True)
-
     def prune(self, steps: Iterable[Step], directories: Iterable[str]) -> None:
         """Removes the records of steps that are no more, and the files in `directories` that no record names."""
         names = {step.name for step in steps}
@@ -233,11 +239,11 @@ class Ledger:
             reason = {"deferred": f"waits for {waiting[0]}"}
             return self._report(step.name, "deferred", started, reason), None
         required = {name: records[name] for name in step.requires}
-        key = _key(step, records)
-        record = None if force else self._intact(step, key)
+        keys = _Keys.of(step, required)
+        record = None if force else self._intact(step, keys)
         status: Status = "reused" if record else "built"
         try:
-            record = record or self._build(step, key, required)
+            record = record or self._build(step, keys, required)
         except Deferred as reason:
             return self._report(step.name, "deferred", started, {"deferred": str(reason)}), None
         except Exception as error:
@@ -246,11 +252,11 @@ class Ledger:
             self._work.clear(step.name)
         return self._report(step.name, status, started, record.facts), record
 
-    def _build(self, step: Step, key: str, required: Mapping[str, Record]) -> Record:
-        with _logged(self._log_file(step.name), f"{step.name}, key {key}"):
+    def _build(self, step: Step, keys: _Keys, required: Mapping[str, Record]) -> Record:
+        with _logged(self._log_file(step.name), f"{step.name}, key {keys.key}"):
             product = step.action(required)
             files = tuple(self._write(path, data) for path, data in product.files.items())
-            record = Record.sealed(key, product.facts, files)
+            record = Record.sealed(keys, product.facts, files)
         write_atomically(self._record_file(step.name), record.model_dump_json(indent=1).encode())
         return record
 
@@ -265,10 +271,13 @@ class Ledger:
             write_atomically(target, content)
         return record
 
-    def _intact(self, step: Step, key: str) -> Record | None:
-        """The step's record, if it was done under this key and its files are what it wrote."""
+    def _intact(self, step: Step, keys: _Keys) -> Record | None:
+        """The step's record, if it was done under these keys and its files are what it wrote."""
         record = _load(self._record_file(step.name))
-        if record is None or (record.key != key and not (self._resumes and step.portable)):
+        if record is None:
+            return None
+        moved = self._resumes and step.here is not None and record.portable_key == keys.portable_key
+        if record.key != keys.key and not moved:
             return None
         return record if all(_holds(self._root / file.path, file.sha256) for file in record.files) else None
 
@@ -288,12 +297,8 @@ def content_key(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _key(step: Step, records: Mapping[str, Record]) -> str:
-    return content_key(step.depends_on, {name: records[name].model_dump() for name in step.requires})
-
-
-def _seal(key: str, facts: Facts, files: Iterable[FileRecord]) -> str:
-    return content_key(key, facts, [file.model_dump() for file in files])
+def _seal(keys: _Keys, facts: Facts, files: Iterable[FileRecord]) -> str:
+    return content_key(*keys, facts, [file.model_dump() for file in files])
 
 
 def _load(path: Path) -> Record | None:

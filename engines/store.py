@@ -306,18 +306,18 @@ class EngineStore:
                 raise self._error(f"{self.root}: built with {key} = {before}, but profile {built.name} has {after}")
 
     def _verify_ranks(self) -> None:
-        """Ranks that share a sequence must exchange its rows: without, each would attend to its own alone."""
-        ranks = self.manifest.profile.ranks.ulysses
+        """Ranks that share a stage must exchange data: without, each would attend to its own rows alone."""
+        shared = [(stage, ranks) for stage, ranks in self.manifest.profile.ranks if ranks > 1]
         exchanges = any(
             kind.startswith("collective.")
             for engine in self.manifest.graphs.values()
             if engine.plan is not None
             for kind in engine.plan.census
         )
-        if ranks > 1 and not exchanges:
-            name = self.manifest.profile.name
+        if shared and not exchanges:
+            name, (stage, ranks) = self.manifest.profile.name, shared[0]
             raise StoreError(
-                f"{self.root}: profile {name} has ranks.ulysses = {ranks}, but no engine's census shows an exchange "
+                f"{self.root}: profile {name} has ranks.{stage} = {ranks}, but no engine's census shows an exchange "
                 f"between ranks: this release plans such profiles, and builds the engines of one rank"
             )
 

@@ -12,17 +12,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 FlavourName = Literal["tensorrt", "tensorrt_rtx"]
-FLAVOURS: tuple[FlavourName, ...] = get_args(FlavourName)
 
 # Each package's modules in the order in which they are tried: TensorRT-RTX's wheels name theirs after the bindings.
 _MODULES: dict[FlavourName, tuple[str, ...]] = {
     "tensorrt": ("tensorrt",),
     "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
-_DISTRIBUTIONS: dict[FlavourName, str] = {"tensorrt": "tensorrt-cu13", "tensorrt_rtx": "tensorrt-rtx-cu13"}
+
+REQUIREMENTS: dict[FlavourName, str] = {
+    "tensorrt": "tensorrt-cu13>=11,<12",
+    "tensorrt_rtx": "tensorrt-rtx-cu13>=1.7,<2",
+}
+"""What pip installs each package by, in the versions that are called here."""
 
 LEVELS = {
     "INTERNAL_ERROR": logging.ERROR,
@@ -91,7 +95,7 @@ def load(name: FlavourName) -> Flavour:
             failures.append(f"{module}: {error}")
         else:
             return Flavour(name, bindings, str(bindings.__version__))
-    command = f"pip install {_DISTRIBUTIONS[name]}"
+    command = f"pip install '{REQUIREMENTS[name]}'"
     raise TensorRTMissing(f"{name} cannot be imported ({'; '.join(failures)}); run: {command}")
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines import machine
+from engines import layers, machine, tensorrt
 from engines.backend import BackendMissing, backend_version
 from engines.backends import tensorrt as backend
 from engines.backends.tensorrt.expectation import expected
@@ -24,7 +24,7 @@ from engines.graph_steps import GraphSteps, Records, model_bytes, single_file
 from engines.plan.plan import STAGE_OF, Plan
 from engines.profile import Partition, Profile, component_of
 from engines.steps import RECORDS, Deferred, Product, Step, Work
-from engines.store import FileRecord, PlanRecord
+from engines.store import AxisRange, FileRecord, PlanRecord
 from engines.weight_table import WeightTable
 from export.bake import bake
 from export.binding import Binding
@@ -102,10 +102,9 @@ class TensorRTSteps(GraphSteps):
         return {
             "backend": self._profile.backend,
             "version": _installed(self._profile),
-            "capabilities": self._capabilities,
-            "profiles": [{n: r.model_dump() for n, r in ranges.items()} for ranges in self._ranges],
+            **self._built_for,
             "workspace": self._workspace,
-            "source": describe_backend(backend),
+            "source": describe_backend(backend, layers, tensorrt),
         }
 
     def _do_plan(self, baked: tuple[Partition, int] | None, records: Records) -> Product:
@@ -141,21 +140,23 @@ class TensorRTSteps(GraphSteps):
         return {name: Constant(file=s.file, offset=s.offset, nbytes=s.nbytes) for name, s in bound.items()}
 
     def _product(self, result: PlanResult, plan: Path, baked: tuple[Partition, int] | None) -> Product:
-        layers = json.dumps([layer.model_dump(mode="json") for layer in result.layers], indent=1).encode()
-        facts = {
-            "capabilities": self._capabilities,
-            "profiles": [{n: r.model_dump() for n, r in ranges.items()} for ranges in self._ranges],
-            **result.model_dump(mode="json", include=set(PlanRecord.model_fields) & set(PlanResult.model_fields)),
-        }
-        facts.pop("layers")
+        listed = json.dumps([layer.model_dump(mode="json") for layer in result.layers], indent=1).encode()
+        told = set(PlanRecord.model_fields) & set(PlanResult.model_fields) - {"layers"}
+        facts = {**self._built_for, **result.model_dump(mode="json", include=told)}
         directory, suffix = ("engines", "") if baked is None else (f"engines/{baked[0]}", f".{baked[1]}")
         return Product(
             facts,
             {
                 self._path(directory, f"{suffix}.plan"): plan,
-                self._path(directory, f"{suffix}.layers.json"): layers,
+                self._path(directory, f"{suffix}.layers.json"): listed,
             },
         )
+
+    @property
+    def _built_for(self) -> dict[str, Any]:
+        """Compute capabilities and optimisation profiles, as JSON values."""
+        ranges = [{name: axis.model_dump() for name, axis in each.items()} for each in self._ranges]
+        return {"capabilities": self._capabilities, "profiles": ranges}
 
     @property
     def _workspace(self) -> int:
@@ -169,7 +170,7 @@ class TensorRTSteps(GraphSteps):
         return (self._profile.device.capability,)
 
     @property
-    def _ranges(self) -> tuple[dict[str, Any], ...]:
+    def _ranges(self) -> tuple[dict[str, AxisRange], ...]:
         named = axes(self.graph, self.binding)
         shapes: dict[str, tuple[int, ...]] = dict(self._profile.shapes)
         if self._profile.row_chunk:

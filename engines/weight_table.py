@@ -10,6 +10,7 @@ from typing import Any
 from engines.store import Region, WeightFile, weight_file
 from export.binding import Binding
 from export.checkpoint.expressions import Stored
+from export.checkpoint.holes import lacks_data
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Written:
 class WeightTable:
     """Every weight file that some bindings read; `files` is in the manifest's order.
 
-    `written` are those of them, by absolute path, that need not exist yet.
+    `written` are those of them, by absolute path, that need not exist yet. `sample` tells the checkpoint's data from
+    other data of the same shapes, on whatever machine it lies.
     """
 
-    def __init__(self, bindings: Iterable[Binding], written: Mapping[Path, Written]) -> None:
+    def __init__(self, bindings: Iterable[Binding], written: Mapping[Path, Written], sample: str) -> None:
+        self.sample = sample
         paths = {s.file for binding in bindings for instance in binding.instances for s in instance.values()}
         self._written = written
         self._index = {path: index for index, path in enumerate(sorted(paths))}
@@ -53,6 +56,13 @@ class WeightTable:
     def identities(self, instances: Iterable[Mapping[str, Stored]]) -> list[Any]:
         """What tells, without reading any data, that those instances have the weights that they had before."""
         return [self._identity(path) for path in sorted(_paths(instances))]
+
+    def contents(self, instances: Iterable[Mapping[str, Stored]]) -> list[Any]:
+        """What of that is the same wherever the files lie: hashes of their headers, and which of them lack data."""
+        paths = _paths(instances)
+        return sorted(
+            [self.files[self._index[p]].header_sha256, p not in self._written and lacks_data(p)] for p in paths
+        )
 
     def _identity(self, path: Path) -> list[Any]:
         file = self.files[self._index[path]].model_dump()

@@ -52,6 +52,7 @@ _CODES = {
     ("engines.tensorrt", "TensorRTMissing"): Exit.ENGINES,
     ("engines.build", "BuildError"): Exit.ENGINES,
     ("engines.store", "StoreError"): Exit.ENGINES,
+    ("engines.sessions.backend", "EngineRunError"): Exit.ENGINES,
     ("engines.sessions.gpu", "PinError"): Exit.USAGE,
     ("engines.steps", "StepFailed"): Exit.ENGINES,
     ("runtime.text", "TokenizerError"): Exit.ENGINES,

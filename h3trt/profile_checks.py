@@ -9,14 +9,15 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from engines.backend import BackendMissing, backend_version
 from engines.machine import memory_bytes
 from engines.plan import Plan, PlanError, Workload, make_plan, released_outline
 from engines.profile import Profile
+from engines.tensorrt import REQUIREMENTS
 from h3trt.check import Check
 from h3trt.gpus import GpusUnknown, Installed, installed_gpus
-
-PACKAGES = {"tensorrt": ("tensorrt", "11"), "tensorrt_rtx": ("tensorrt_rtx", "1")}
-"""The package of each back end, and the major version that engines are built with."""
 
 LEAST_CUDA = {"9.0": (12, 0), "8.9": (12, 0)}
 NEWEST_CUDA = (12, 8)
@@ -80,13 +81,15 @@ def _driver(profile: Profile, found: Installed) -> Check:
 
 
 def _package(profile: Profile) -> Check:
-    name, major = PACKAGES[profile.backend]
-    remedy = f"pip install '{name}=={major}.*'"
+    assert profile.backend != "onnxruntime"  # the profile is on GPUs
+    wanted = Requirement(REQUIREMENTS[profile.backend])
+    remedy = f"pip install '{wanted}'"
     try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Check(name, False, "not installed", remedy)
-    return Check(name, version.split(".")[0] == major, f"{version}, wanted {major}", remedy)
+        version = backend_version(profile.backend)
+    except BackendMissing:
+        return Check(profile.backend, False, "cannot be imported", remedy)
+    found = f"{version}, wanted {wanted.specifier}"
+    return Check(profile.backend, wanted.specifier.contains(version), found, remedy)
 
 
 def _nccl() -> Check:

@@ -61,6 +61,11 @@ class DenoiserDimensions(_Frozen):
         """Outputs of one block's AdaLN projection: modalities x 6 x hidden."""
         return MODALITIES * 6 * self.hidden
 
+    @cached_property
+    def table_elements(self) -> int:
+        """AdaLN parameters of one step: those of all blocks and of the head, for every timestep slot."""
+        return TIMESTEP_SLOTS * (self.layers * self.adaln_features + 2 * self.hidden)
+
 
 class TextEncoderDimensions(_Frozen):
     """Sizes of the Qwen3-VL language model as H3 uses it."""

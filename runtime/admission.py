@@ -21,7 +21,7 @@ from functools import partial
 
 from engines import machine
 from engines.store import EngineRecord, Manifest
-from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, TIMESTEP_SLOTS, Dimensions
+from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
 from runtime.contract import SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_RATIO_MAXIMUM
 from runtime.refusal import RequestError
@@ -211,8 +211,7 @@ class MemoryModel:
     @property
     def _table(self) -> int:
         """Bytes of the AdaLN parameters of one step."""
-        denoiser = self.dimensions.denoiser
-        return FLOAT * TIMESTEP_SLOTS * (denoiser.layers * denoiser.adaln_features + 2 * denoiser.hidden)
+        return FLOAT * self.dimensions.denoiser.table_elements
 
     def _encode(self, load: Load) -> int:
         text, rows = self.dimensions.text_encoder, load.text_rows

@@ -25,6 +25,10 @@ class Modulation:
     blocks: tuple[torch.Tensor, ...]
     head: torch.Tensor
 
+    def to(self, device: torch.device) -> Modulation:
+        """The same on a device."""
+        return Modulation(tuple(block.to(device) for block in self.blocks), self.head.to(device))
+
     @property
     def nbytes(self) -> int:
         """Bytes that the table keeps alive."""
@@ -32,7 +36,7 @@ class Modulation:
 
 
 class ModulationCache:
-    """Tables by (partition, slot timesteps), least recently used dropped first once `limit` bytes are held."""
+    """Tables in host memory by (partition, slot timesteps), least recently used dropped first beyond `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -55,8 +59,16 @@ class ModulationCache:
             _, dropped = self._tables.popitem(last=False)
             self._held -= dropped.nbytes
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes of tables can be held at once."""
+        return nbytes <= self._limit
+
     def __len__(self) -> int:
         return len(self._tables)
+
+
+MODULATION = ("modulation.time", "modulation.adaln")
+"""The graphs that make tables."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +113,11 @@ class Denoiser:
         """
         dimensions, device = self._dimensions, self._engines.device
         (spec,) = self._engines.manifest.graphs["context"].inputs
+        with self._engines.stage(("context",)):
+            text_rows = self._run("context", {"text": text.to(device, TORCH[spec.dtype])})["text_rows"]
         cos, sin = rotary_tables(layout.position_ids, dimensions.rope_frequencies, dimensions.rope_theta)
         return Sequence(
-            self._run("context", {"text": text.to(device, TORCH[spec.dtype])})["text_rows"],
+            text_rows,
             layout.row_order.to(device),
             layout.timestep_index.to(device),
             layout.modulation_index.to(device),
@@ -118,15 +132,19 @@ class Denoiser:
     ) -> Iterator[State]:
         """Yields the state after each Euler step, on the engines' device; the last one is the clean latents' rows.
 
-        Raises `Cancelled` between blocks once `cancellation` is set.
+        The schedule's tables are computed before its first step. Raises `Cancelled` between blocks once `cancellation`
+        is set.
         """
         device = self._engines.device
         state = State(state.video.to(device), state.audio.to(device))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
         blocks = open_blocks(self._engines, self._partition, rows)
         report("denoise", 0, schedule.forwards)
-        for step, timesteps in enumerate(schedule.slots()):
-            video, audio = self._velocity(sequence, blocks, self.modulation(timesteps), state, cancellation)
+        slots = schedule.slots()
+        self._fill_cache(slots, cancellation)
+        for step, timesteps in enumerate(slots):
+            table = self.modulation(timesteps, cancellation).to(device)
+            video, audio = self._velocity(sequence, blocks, table, state, cancellation)
             state = State(
                 euler_step(schedule.video, step, state.video, video),
                 euler_step(schedule.audio, step, state.audio, audio),
@@ -134,14 +152,25 @@ class Denoiser:
             report("denoise", step + 1, schedule.forwards)
             yield state
 
-    def modulation(self, timesteps: torch.Tensor) -> Modulation:
-        """The AdaLN table of one step from its slot timesteps [M] float32, cached across requests."""
-        key = (self._partition, *timesteps.tolist())
-        table = self._cache.get(key)
+    def modulation(self, timesteps: torch.Tensor, cancellation: Cancellation) -> Modulation:
+        """The AdaLN table of one step from its slot timesteps [M] float32, in host memory, cached across requests."""
+        table = self._cache.get(self._key(timesteps))
         if table is None:
-            table = self._compute_modulation(timesteps)
-            self._cache.put(key, table)
+            (table,) = self._tables([timesteps], cancellation)
+            self._cache.put(self._key(timesteps), table)
         return table
+
+    def _key(self, timesteps: torch.Tensor) -> tuple[object, ...]:
+        return self._partition, *timesteps.tolist()
+
+    def _fill_cache(self, slots: torch.Tensor, cancellation: Cancellation) -> None:
+        """Computes what the cache lacks of the tables of all steps [forwards, M], if it can hold them."""
+        (spec,) = self._engines.manifest.graphs["modulation.adaln"].outputs
+        nbytes = len(slots) * self._dimensions.table_elements * TORCH[spec.dtype].itemsize
+        missing = [timesteps for timesteps in slots if self._cache.get(self._key(timesteps)) is None]
+        if missing and self._cache.has_room(nbytes):
+            for timesteps, table in zip(missing, self._tables(missing, cancellation), strict=True):
+                self._cache.put(self._key(timesteps), table)
 
     def _velocity(
         self, sequence: Sequence, blocks: Blocks, modulation: Modulation, state: State, cancellation: Cancellation
@@ -156,14 +185,20 @@ class Denoiser:
         width = self._dimensions.video_row
         return velocity[sequence.target_video, :width], velocity[sequence.target_audio, width:]
 
-    def _compute_modulation(self, timesteps: torch.Tensor) -> Modulation:
-        embedding = self._run("modulation.time", {"timesteps": timesteps})["embedding"]
-        *blocks, head = (
-            self._run("modulation.adaln", {"embedding": embedding}, instance)["modulation"]
-            for instance in range(self._dimensions.layers + 1)
-        )
+    def _tables(self, steps: list[torch.Tensor], cancellation: Cancellation) -> list[Modulation]:
+        """The tables of some steps, layer by layer: a profile may have each layer's weights come from the host."""
+        layers = []
+        with self._engines.stage(MODULATION):
+            embeddings = [self._run("modulation.time", {"timesteps": each})["embedding"] for each in steps]
+            for instance in range(self._dimensions.layers + 1):
+                cancellation.raise_if_cancelled(f"modulation {instance + 1} of {self._dimensions.layers + 1}")
+                runs = (self._run("modulation.adaln", {"embedding": each}, instance) for each in embeddings)
+                layers.append([run["modulation"].cpu() for run in runs])
         width = 6 * self._dimensions.hidden
-        return Modulation(tuple(table.reshape(-1, width) for table in blocks), head)
+        return [
+            Modulation(tuple(table.reshape(-1, width) for table in blocks), head)
+            for *blocks, head in zip(*layers, strict=True)
+        ]
 
     def _run(self, graph: str, inputs: dict[str, torch.Tensor], instance: int = 0) -> dict[str, torch.Tensor]:
         return self._engines.run(graph, inputs, instance=instance, partition=self._partition)

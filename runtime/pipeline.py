@@ -180,7 +180,8 @@ class Pipeline:
         def run(latents: torch.Tensor) -> torch.Tensor:
             return self._engines.run("audio_decoder", {"latents": latents})["waveform"].cpu()
 
-        return decode_audio(audio, run, self._dimensions.audio_vae)
+        with self._engines.stage(("audio_decoder",)):
+            return decode_audio(audio, run, self._dimensions.audio_vae)
 
 
 def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:

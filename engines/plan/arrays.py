@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engines.profile import Arithmetic
 from plugins.dimensions import AUDIO_CHANNELS, DenoiserDimensions, TextEncoderDimensions
+from plugins.ops.nvfp4_linear import BLOCK
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -33,7 +34,7 @@ class Widths:
     @staticmethod
     def of(arithmetic: Arithmetic) -> Widths:
         """Quantised operands stand beside the rows that they are made of, and their products are float32."""
-        quantised = {"fp8": Widths(2, 1, FLOAT), "nvfp4": Widths(2, 0.5 + 1 / 16, FLOAT)}
+        quantised = {"fp8": Widths(2, 1, FLOAT), "nvfp4": Widths(2, 0.5 + 1 / BLOCK, FLOAT)}
         plain = {"float32": Widths(FLOAT, 0, FLOAT), "bfloat16": Widths(2, 0, 2)}
         return (quantised | plain)[arithmetic]
 

@@ -113,8 +113,7 @@ class Costs:
     @cached_property
     def table_bytes(self) -> int:
         """AdaLN parameters of one step."""
-        size, item = self._size, Widths.of(self._denoiser).item
-        return int(item * TIMESTEP_SLOTS * (size.layers * size.adaln_features + 2 * size.hidden))
+        return int(Widths.of(self._denoiser).item * self._size.table_elements)
 
     def plans(self) -> tuple[GraphPlan, ...]:
         """Every graph, in the order in which a request meets them."""

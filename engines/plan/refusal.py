@@ -109,27 +109,25 @@ def _several(plan: Plan, profile: Profile, model: Model, fits: _Fits) -> Iterato
 def _gather(plan: Plan, profile: Profile, workload: Workload) -> Iterator[Change]:
     assert profile.residency is not None  # as profiles for GPUs are validated
     for component in _CHEAPEST:
-        if profile.residency.of(component) != "streamed":
-            place = "streamed" if component in ("modulation", "text_encoder") else "swapped"
-            if profile.residency.of(component) != place:
-                profile = _moved(profile, **{component: place})
-                yield Change(f'residency.{component} = "{place}"', profile, workload)
+        place = "streamed" if component in ("modulation", "text_encoder") else "swapped"
+        if profile.residency.of(component) not in ("streamed", place):
+            profile = _moved(profile, **{component: place})
+            yield Change(f'residency.{component} = "{place}"', profile, workload)
     for change in _quantised(profile, workload):
         profile = change.profile
         yield change
     smallest = CHUNKS[-1]
-    if not 0 < profile.row_chunk <= smallest < plan.rows.local:
+    if smallest < (profile.row_chunk or plan.rows.local):
         profile = _with(profile, row_chunk=smallest)
         yield Change(f"row_chunk = {smallest}", profile, workload)
 
 
 def _off_the_gpu(profile: Profile, workload: Workload) -> Iterator[Change]:
     assert profile.residency is not None  # as profiles for GPUs are validated
-    places = ("swapped", "streamed")
+    cheaper = {"resident": ("swapped", "streamed"), "swapped": ("streamed",), "streamed": ()}
     for component in COMPONENTS:
-        now = profile.residency.of(component)
-        if component != "denoiser" and now in ("resident", "swapped"):
-            for place in places[places.index("swapped") + (now == "swapped") :]:
+        if component != "denoiser":
+            for place in cheaper[str(profile.residency.of(component))]:
                 changed = _moved(profile, **{component: place})
                 yield Change(f'residency.{component} = "{place}"', changed, workload)
 

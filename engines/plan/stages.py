@@ -9,6 +9,7 @@ from functools import cached_property
 from engines.plan.graphs import Costs
 from engines.plan.plan import STAGE_OF, STAGES, GraphPlan, Stage, StagePlan
 from engines.profile import COMPONENTS, Component, Device, Profile
+from engines.sessions.residency import SLOTS
 
 RESERVED = 640 << 20
 """Device memory that the driver keeps of what it reports as total: 616 MiB on an H200."""
@@ -18,9 +19,6 @@ PROCESS = 704 << 20
 
 COLLECTIVES = 1280 << 20
 """NCCL's buffers after an all-to-all and an all-gather: 1,286 MiB on two H200."""
-
-SLOTS = 2
-"""Instances of a streamed component on the GPU: one computes, the next one comes."""
 
 FRAME_BYTES = 4 * (2 * 17 + 2 * 5 + 17) + 3
 """A pixel and channel being stitched: body and tail as float32, blended and converted, and a byte of each frame."""
@@ -64,33 +62,31 @@ class Placement:
     def _holding(self, component: Component) -> Holding:
         assert self.profile.residency is not None  # as profiles for GPUs are validated
         place = self.profile.residency.of(component)
-        copies = len(self.profile.partitions) if component in ("modulation", "denoiser") else 1
         graphs = list(self._of(component))
         total = sum(graph.weights for graph in graphs)
+        if isinstance(place, int):
+            return self._partly(place, graphs)
+        everything = self._of_all_partitions(component, graphs)
         if place == "resident":
-            return Holding(always=copies * total + (copies - 1) * self._refiner(component))
-        if place == "swapped":
-            return Holding(staged=total, transferred=total, pinned=copies * total)
-        if place == "streamed":
-            slots = SLOTS * max(graph.instance for graph in graphs)
-            return Holding(staged=min(slots, total), transferred=total, pinned=copies * total)
-        assert isinstance(place, int)
-        return self._partly(place, graphs, copies)
+            return Holding(always=everything)
+        staged = total if place == "swapped" else min(total, SLOTS * max(graph.instance for graph in graphs))
+        return Holding(staged=staged, transferred=total, pinned=everything)
 
-    def _partly(self, resident: int, graphs: list[GraphPlan], copies: int) -> Holding:
-        """The first blocks stay, those of the others pass through the slots in every forward."""
+    def _of_all_partitions(self, component: Component, graphs: list[GraphPlan]) -> int:
+        """Each partition has a transformer of its own, its refiner included; the other components serve them all."""
+        own = [graph for graph in graphs if component in ("modulation", "denoiser") or graph.graph == "context"]
+        further = len(self.profile.partitions) - 1
+        return sum(graph.weights for graph in graphs) + further * sum(graph.weights for graph in own)
+
+    def _partly(self, resident: int, graphs: list[GraphPlan]) -> Holding:
+        """Some blocks stay, those of the others pass through the slots in every forward."""
         total = sum(graph.weights for graph in graphs)
         block = sum(graph.instance for graph in graphs if graph.graph.startswith("block"))
         layers = self.costs.weighing.outline.dimensions.denoiser.layers
         streamed = block * max(0, layers - resident)
         slots = min(SLOTS * block, streamed)
-        passes = self.costs.workload.forwards
+        passes, copies = self.costs.workload.forwards, len(self.profile.partitions)
         return Holding(copies * (total - streamed), slots, streamed * passes, copies * streamed)
-
-    def _refiner(self, component: Component) -> int:
-        """Each further partition that is resident has a refiner of its own, wherever the encoder is."""
-        context = next(graph for graph in self.graphs if graph.graph == "context")
-        return context.weights if component == "denoiser" else 0
 
     def _of(self, component: Component) -> Iterator[GraphPlan]:
         return (graph for graph in self.graphs if graph.component == component)

@@ -12,6 +12,7 @@ from engines.profile import Arithmetic
 from export.checkpoint.outline import Outline
 from export.checkpoint.safetensors_file import Declared
 from export.checkpoint.tree import Component as Files
+from plugins.ops.nvfp4_linear import BLOCK
 
 _LINEARS: dict[str, re.Pattern[str]] = {
     "block": re.compile(r".*\.(attn\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2))\.weight"),
@@ -22,9 +23,6 @@ _LINEARS: dict[str, re.Pattern[str]] = {
 
 _SHARDED = re.compile(r".*(_proj|embed_tokens)\.weight")
 """What tensor parallelism divides in the text encoder; norms are on every rank."""
-
-NVFP4_BLOCK = 16
-"""Values that share an E4M3 scale."""
 
 Tensors = Mapping[str, Declared]
 
@@ -128,7 +126,7 @@ def quantised_nbytes(declared: Declared, arithmetic: Arithmetic) -> int:
     outputs, inputs = declared.shape or (0, 0)
     if arithmetic == "fp8":
         return outputs * inputs + 4 * outputs
-    return outputs * inputs // 2 + outputs * math.ceil(inputs / NVFP4_BLOCK) + 4
+    return outputs * inputs // 2 + outputs * math.ceil(inputs / BLOCK) + 4
 
 
 def _is_quantised(graph: str, name: str) -> bool:

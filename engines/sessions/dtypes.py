@@ -18,6 +18,8 @@ TORCH: dict[Dtype, torch.dtype] = {
     "bool": torch.bool,
 }
 
+NAMES: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in TORCH.items()}
+
 ONNX_TYPE: dict[Dtype, int] = {
     "float32": 1,
     "float16": 10,

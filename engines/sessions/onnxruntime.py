@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from engines.sessions.backend import EngineKey, Opening
-from engines.sessions.dtypes import ONNX_TYPE, TORCH
+from engines.sessions.dtypes import NAMES, ONNX_TYPE
 from engines.sessions.weights import MappedWeights
 from engines.store import Dtype, FileRecord, Partition, Region
-
-_NAMES: dict[torch.dtype, Dtype] = {kind: name for name, kind in TORCH.items()}
 
 
 class OnnxRuntimeEngines:
@@ -133,7 +131,7 @@ class Session:
 
 def _bound_to(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], int]:
     """Element type, shape and address, as a binding takes them."""
-    return ONNX_TYPE[_NAMES[tensor.dtype]], tuple(tensor.shape), tensor.data_ptr()
+    return ONNX_TYPE[NAMES[tensor.dtype]], tuple(tensor.shape), tensor.data_ptr()
 
 
 def mapped_value(mapped: MappedWeights, region: Region, dtype: Dtype) -> ort.OrtValue:

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
-from engines.profile import Place, Residency
+from engines.profile import Component, Residency, component_of
 from engines.sessions.residency import spread
-
-Component = Literal["text_encoder", "modulation", "denoiser", "video_decoder", "audio_decoder"]
-"""A key of a profile's `residency`."""
-
-_COMPONENTS: Mapping[str, Component] = {
-    "text_encoder": "text_encoder",
-    "modulation": "modulation",
-    "video_decoder_tile": "video_decoder",
-    "audio_decoder": "audio_decoder",
-}
-"""By the first part of a graph's name; all others are the denoiser's."""
 
 PINNED_FIRST: tuple[Component, ...] = ("denoiser", "modulation", "text_encoder", "video_decoder", "audio_decoder")
 """Components in the order in which pinned host memory is given to them: what is copied most often comes first."""
@@ -36,11 +24,6 @@ class Placement:
         return [unit for unit in range(units) if self.swapped or unit not in self.resident]
 
 
-def component(graph: str) -> Component:
-    """The component that a graph's weights belong to."""
-    return _COMPONENTS.get(graph.partition(".")[0], "denoiser")
-
-
 def groups(graphs: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Graphs whose weights come and go together, by name: the segments of a block; every other graph by itself."""
     found: dict[str, tuple[str, ...]] = {}
@@ -52,7 +35,7 @@ def groups(graphs: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 def place(residency: Residency, group: str, units: int) -> Placement:
     """Where a profile wants a group's units."""
-    wanted: Place | int = getattr(residency, component(group))
+    wanted = residency.of(component_of(group))
     if isinstance(wanted, int):
         # The number counts blocks; what else the denoiser has is small, and used at every step.
         return Placement(spread(wanted, units) if group == "block" else frozenset(range(units)), swapped=False)

@@ -125,12 +125,6 @@ class DeviceWeights:
         self._places: dict[int, _Place] = {}
         self._slots: list[_Place] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory once everything is in use: resident units, and slots for the largest of the others."""
-        resident = sum(self._host.sizes[unit] for unit in self._resident)
-        return resident + self._slot_count * self._slot_bytes
-
     def acquire(self, unit: int) -> torch.Tensor:
         """The unit's bytes on the device, for what is queued for computing until `release`."""
         place = self._resident_place(unit) if unit in self._resident else self._slot(unit)

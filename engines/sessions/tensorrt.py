@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engines import machine, tensorrt
+from engines.profile import component_of
 from engines.sessions.backend import EngineInputError, EngineKey, EngineRunError, Opening
 from engines.sessions.dtypes import TORCH
 from engines.sessions.gpu import CudaGpu, Gpu
-from engines.sessions.placement import PINNED_FIRST, Placement, component, groups, place
+from engines.sessions.placement import PINNED_FIRST, Placement, groups, place
 from engines.sessions.residency import DeviceWeights, Event, HostWeights, Staging, kept_within
 from engines.sessions.runtime_cache import RuntimeCache
 from engines.sessions.weights import MappedWeights, PackedUnits, WeightName
@@ -163,7 +164,7 @@ def _bound_weights(opening: Opening, gpu: Gpu) -> dict[tuple[str, Partition], _G
     staging = Staging(gpu, max((size for _, packed in units.values() for size in packed.sizes), default=0))
     budget = manifest.profile.memory_budget(machine.memory_bytes()) // PINNED_SHARE
     found: dict[tuple[str, Partition], _Group] = {}
-    for partition, name in sorted(units, key=lambda key: PINNED_FIRST.index(component(key[1]))):
+    for partition, name in sorted(units, key=lambda key: PINNED_FIRST.index(component_of(key[1]))):
         members, packed = units[partition, name]
         placement = place(residency, name, len(packed.sizes))
         kept = kept_within(budget, packed.sizes, placement.returning(len(packed.sizes)))
@@ -240,7 +241,7 @@ class _Plans:
             count = self._manifest.graphs[graph].instances
             if len(self._placement(graph, count).resident) < count:
                 raise StoreError(
-                    f"profile {self._manifest.profile.name}: residency.{component(graph)}: baked weights cannot be "
+                    f"profile {self._manifest.profile.name}: residency.{component_of(graph)}: baked weights cannot be "
                     f"streamed; must be 'resident' or 'swapped', or weights = 'bound'"
                 )
 

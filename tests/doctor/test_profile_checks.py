@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
+from engines.backend import BackendMissing
 from engines.profile import Profile
+from engines.tensorrt import REQUIREMENTS
 from h3trt import profile_checks as checks
 from h3trt.check import Check
 
@@ -87,3 +91,27 @@ def test_several_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     found = _checks(monkeypatch, tmp_path / "s", _nvml(["H200"] * 2, (9, 0), 143771), "h200x2")
     assert not found["NCCL"].good
     assert found["GPU 1"].good
+
+
+@pytest.mark.parametrize(("version", "good"), [("1.7.1.116", True), ("1.6.0", False), ("2.0", False), (None, False)])
+def test_the_package_is_the_one_that_engines_are_built_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str | None, good: bool
+) -> None:
+    def installed(backend: str) -> str:
+        if version is None:
+            raise BackendMissing("no module")
+        return version
+
+    monkeypatch.setattr(checks, "backend_version", installed)
+    found = _checks(monkeypatch, tmp_path / "s", _nvml(["RTX 5090"], (12, 0), 32607), "rtx5090")["tensorrt_rtx"]
+    assert (found.good, found.remedy) == (good, "pip install 'tensorrt-rtx-cu13<2,>=1.7'")
+
+
+def test_the_packages_are_those_of_the_project_s_extras() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for name, text in REQUIREMENTS.items():
+        wanted = Requirement(text)
+        extra = [Requirement(each) for each in project["optional-dependencies"][name.replace("_", "-")]]
+        of_it = [each for each in extra if each.name.startswith(wanted.name)]
+        assert of_it
+        assert {each.specifier for each in of_it} == {wanted.specifier}

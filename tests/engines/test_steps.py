@@ -49,25 +49,31 @@ def test_what_was_put_off_is_done_where_it_can_be(tmp_path: Path) -> None:
     assert [report.status for report in reports] == ["built", "built"]
 
 
-def test_resuming_takes_portable_steps_that_other_versions_would_do_again(tmp_path: Path) -> None:
-    ledger(tmp_path).run([Step("emit", {"torch": "1"}, fact, portable=True), Step("plan", {"torch": "1"}, fact)])
-    later = [Step("emit", {"torch": "2"}, fact, portable=True), Step("plan", {"torch": "2"}, fact)]
-    assert [r.status for r in ledger(tmp_path, resumes=True).run(later)] == ["reused", "built"]
-    assert [r.status for r in ledger(tmp_path).run(later)] == ["built", "reused"]
+def test_resuming_takes_what_was_done_with_other_versions_of_libraries(tmp_path: Path) -> None:
+    def steps(torch: str) -> list[Step]:
+        return [Step("emit", {}, fact, here={"torch": torch}), Step("plan", {"torch": torch}, fact)]
+
+    ledger(tmp_path).run(steps("1"))
+    assert [r.status for r in ledger(tmp_path, resumes=True).run(steps("2"))] == ["reused", "built"]
+    assert [r.status for r in ledger(tmp_path).run(steps("2"))] == ["built", "reused"]
 
 
-def test_what_has_changed_before_a_build_is_interrupted_is_not_taken_when_it_is_resumed(tmp_path: Path) -> None:
-    before = [Step("emit", {"model": 1}, fact, portable=True), Step("compare", {}, fact, ("emit",), portable=True)]
-    after = [Step("emit", {"model": 2}, fact, portable=True), Step("compare", {}, fact, ("emit",), portable=True)]
-    ledger(tmp_path).run(before)
-    ledger(tmp_path).forget_changed(before)
-    assert [r.status for r in ledger(tmp_path, resumes=True).run(before)] == ["reused", "reused"]
-    ledger(tmp_path).forget_changed(after)
-    assert [r.status for r in ledger(tmp_path, resumes=True).run(after)] == ["built", "built"]
+def test_resuming_does_not_take_what_was_done_of_something_else(tmp_path: Path) -> None:
+    """Such as the graph of another checkpoint, whose build in this store was not finished."""
+
+    def steps(checkpoint: str) -> list[Step]:
+        return [
+            Step("quantise", {"checkpoint": checkpoint}, fact, here={}),
+            Step("compare", {}, fact, ("quantise",), here={}),
+        ]
+
+    ledger(tmp_path).run(steps("one"))
+    assert [r.status for r in ledger(tmp_path, resumes=True).run(steps("one"))] == ["reused", "reused"]
+    assert [r.status for r in ledger(tmp_path, resumes=True).run(steps("another"))] == ["built", "built"]
 
 
 def test_resuming_does_not_take_a_file_that_has_changed(tmp_path: Path) -> None:
-    steps = [Step("emit", {}, fact, portable=True)]
+    steps = [Step("emit", {}, fact, here={})]
     ledger(tmp_path).run(steps)
     next((tmp_path / "answers").iterdir()).write_text("43")
     assert [r.status for r in ledger(tmp_path, resumes=True).run(steps)] == ["built"]

@@ -17,6 +17,7 @@ from engines.profile import Attention, Precision, Profile, Residency
 from engines.sessions import engine_set
 from engines.sessions.backend import EngineInputError, EngineRunError, Opening
 from engines.sessions.engine_set import EngineSet
+from engines.sessions.placement import place
 from engines.sessions.tensorrt import QUEUED, TensorRTEngines
 from engines.store import (
     AxisRange,
@@ -282,3 +283,12 @@ def test_an_engine_set_runs_on_it_as_on_any_backend(shop: Shop, monkeypatch: pyt
             found = engines.run("block", {"hidden": torch.ones(2)}, instance)["out"]
             assert found.tolist() == [SCALES["block"][instance]] * 2
     assert shop.gpu.trimmed == 1
+
+
+def test_the_refiner_s_weights_live_where_the_text_encoder_s_do() -> None:
+    residency = Residency(
+        text_encoder="swapped", modulation="streamed", denoiser=2, video_decoder="resident", audio_decoder="resident"
+    )
+    assert place(residency, "context", 1) == place(residency, "text_encoder.embedding", 1)
+    assert place(residency, "context", 1).swapped
+    assert not place(residency, "prologue", 1).swapped

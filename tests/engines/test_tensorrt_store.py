@@ -232,7 +232,8 @@ def test_nothing_is_resumed_with_another_profile_or_checkpoint(put_off: Path, mo
     ):
         build_gpu(put_off, resume=True)
     write_gpu_profile(put_off / "gpu.toml")
-    monkeypatch.setattr(small_checkpoint.SmallCheckpoint, "fingerprint", "0" * 64)
+    other = small_checkpoint.SmallCheckpoint(put_off / "checkpoint", fingerprint="0" * 64)
+    monkeypatch.setattr(small_checkpoint.SmallCheckpoint, "open", lambda path: other)
     with pytest.raises(BuildError, match=r"was begun with the checkpoint of fingerprint \w+ .*; leave out --resume"):
         build_gpu(put_off, resume=True)
 
@@ -279,7 +280,6 @@ def test_two_builds_at_once_make_one_store(tmp_path: Path) -> None:
     both = [subprocess.Popen([*MODULE, str(root)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert sum(f"started waiting for another build of {root / 'store'}" in text for text in said) == 1
     assert sum("built block.plan" in text for text in said) == 1
     assert EngineStore.open(root / "store", to_run=False)
 

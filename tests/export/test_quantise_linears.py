@@ -17,7 +17,8 @@ from torch import nn
 
 from engines.backends.tensorrt.expectation import expected
 from engines.backends.tensorrt.process import build_plan
-from engines.backends.tensorrt.request import Constant, PlanRequest, Range
+from engines.backends.tensorrt.request import Constant, PlanRequest
+from engines.store import AxisRange
 from export.bake import bake
 from export.binding import bind
 from export.checkpoint import Stored, materialise
@@ -166,7 +167,7 @@ def test_tensorrt_takes_the_sidecars_bytes_as_baked_weights(
         flavour="tensorrt_rtx",
         model=file,
         capabilities=("12.0",),
-        profiles=({"rows": Range(minimum=1, optimum=64, maximum=128)},),
+        profiles=({"rows": AxisRange(minimum=1, optimum=64, maximum=128)},),
         constants={n: Constant(file=s.file, offset=s.offset, nbytes=s.nbytes) for n, s in bound.items()},
         workspace_bytes=1 << 30,
         timing_cache=None,

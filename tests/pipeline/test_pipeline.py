@@ -101,6 +101,44 @@ def test_only_the_engines_of_the_opened_stages_run(store: Path) -> None:
         pipeline.denoise(resolved, text, lambda event: None, Cancellation())
 
 
+def graphs_run(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Graph and instance of every run from now on; "leaves GRAPH" where what it holds for a stage is freed."""
+    engines, ran = pipeline._engines, []
+    run, leave = engines.run, engines._backend.leave
+
+    def note(graph: str, inputs: Any, instance: int = 0, *more: Any, **named: Any) -> Any:
+        ran.append((graph, instance))
+        return run(graph, inputs, instance, *more, **named)
+
+    def note_leave(graphs: Any) -> None:
+        ran.extend((f"leaves {graph}", 0) for graph in graphs)
+        leave(graphs)
+
+    monkeypatch.setattr(engines, "run", note)
+    monkeypatch.setattr(engines._backend, "leave", note_leave)
+    return ran
+
+
+def test_tables_are_made_layer_by_layer_before_the_first_step_and_their_weights_leave(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where weights come from the host, each layer's then come once a schedule, and take no memory from the blocks."""
+    pipeline = Pipeline.open(store, stages=("encode", "denoise"))
+    ran = graphs_run(pipeline, monkeypatch)
+    first = latents(pipeline, request(pipeline))
+    instances = pipeline.manifest.graphs["modulation.adaln"].instances
+    tables = [instance for graph, instance in ran if graph == "modulation.adaln"]
+    assert tables == sorted([*range(instances)] * 2)
+    order = [graph for graph, _ in ran]
+    for graph in ("context", "modulation.adaln"):
+        assert order.index(f"leaves {graph}") < order.index("prologue")
+    ran.clear()
+    monkeypatch.setattr(pipeline._denoiser, "_cache", ModulationCache(limit=0))
+    for ours, theirs in zip(first, latents(pipeline, request(pipeline)), strict=True):
+        assert torch.equal(ours, theirs), "a host without room for a schedule makes a table for each step"
+    assert [i for graph, i in ran if graph == "modulation.adaln"] == [*range(instances)] * 2
+
+
 @pytest.fixture
 def table() -> Callable[[int], Modulation]:
     return lambda size: Modulation((torch.zeros(size, dtype=torch.uint8),), torch.zeros(0, dtype=torch.uint8))

@@ -204,9 +204,18 @@ def test_a_missing_triton_names_the_set_up(monkeypatch: pytest.MonkeyPatch) -> N
         ("export.passes.name_tensors", "DeclarationError", Exit.ENGINES),
         ("engines.backends.onnxruntime", "LoweringError", Exit.ENGINES),
         ("engines.build", "BuildError", Exit.ENGINES),
+        ("engines.plan", "PlanError", Exit.USAGE),
+        ("export.linears", "LinearsError", Exit.ENGINES),
+        ("export.sidecar", "SidecarError", Exit.ENGINES),
+        ("engines.backends.tensorrt.request", "PlanError", Exit.ENGINES),
+        ("engines.backends.tensorrt.request", "CensusError", Exit.ENGINES),
+        ("engines.layers", "LayersError", Exit.ENGINES),
+        ("engines.tensorrt", "TensorRTMissing", Exit.ENGINES),
+        ("engines.sessions.backend", "EngineRunError", Exit.ENGINES),
+        ("engines.sessions.gpu", "PinError", Exit.USAGE),
     ],
 )
-def test_an_error_of_the_build_has_its_code(module: str, name: str, code: Exit) -> None:
+def test_an_error_of_a_build_or_of_its_engines_has_its_code(module: str, name: str, code: Exit) -> None:
     error = getattr(importlib.import_module(module), name)
     assert exit_code(error("graph block: what is wrong")) == code
 

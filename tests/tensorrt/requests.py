@@ -10,9 +10,10 @@ import onnx
 from onnx import parser
 
 from engines.backends.tensorrt.expectation import expected
-from engines.backends.tensorrt.request import Constant, PlanRequest, Range
+from engines.backends.tensorrt.request import Constant, PlanRequest
 from engines.backends.tensorrt.shapes import optimisation_profiles
 from engines.declaration import axes
+from engines.store import AxisRange
 from export.bake import bake
 from export.emitted import Emitted
 
@@ -47,7 +48,7 @@ def request(source: onnx.ModelProto, directory: Path, **changes: Any) -> PlanReq
         "flavour": "tensorrt_rtx",
         "model": file,
         "capabilities": BOTH,
-        "profiles": ({name: Range(minimum=1, optimum=256, maximum=256) for name in named},),
+        "profiles": ({name: AxisRange(minimum=1, optimum=256, maximum=256) for name in named},),
         "constants": {},
         "workspace_bytes": WORKSPACE,
         "timing_cache": None,

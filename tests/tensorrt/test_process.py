@@ -144,21 +144,8 @@ def test_who_stops_listening_ends_the_build(tmp_path: Path, error: type[BaseExce
     assert files(tmp_path) == ["model.onnx"]
 
 
-@pytest.mark.parametrize(
-    ("limit", "said"),
-    [
-        ({"seconds": 0.2}, r"graph sample: seconds = 0\.2: the build took longer"),
-        ({"memory_bytes": 10_000_000}, "graph sample: memory_bytes = 10,000,000: the build took more"),
-    ],
-)
-def test_a_build_that_takes_too_much_is_ended(tmp_path: Path, limit: dict[str, float], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        build_plan(request(BLOCK, tmp_path, **limit), tmp_path / "plan")
-    assert files(tmp_path) == ["model.onnx"]
-
-
 def test_a_package_that_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:
-    with pytest.raises(TensorRTMissing, match="run: pip install tensorrt-cu13"):
+    with pytest.raises(TensorRTMissing, match="run: pip install 'tensorrt-cu13>=11,<12'"):
         build_plan(request(BLOCK, tmp_path, flavour="tensorrt"), tmp_path / "plan")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.backends.tensorrt.request import Range
 from engines.backends.tensorrt.shapes import optimisation_profiles
+from engines.store import AxisRange
 from export.graphs.graph import Axis
 
 ROWS = Axis("rows", 1, 262_144)
@@ -15,16 +15,16 @@ ROWS = Axis("rows", 1, 262_144)
 def test_the_axis_with_most_ranges_drives() -> None:
     axes = {"text": Axis("text", 1, 16_384), "rows": ROWS}
     found = optimisation_profiles(axes, {"rows": (100, 1000), "text": (512,)})
-    text = Range(minimum=1, optimum=512, maximum=512)
+    text = AxisRange(minimum=1, optimum=512, maximum=512)
     assert found == (
-        {"text": text, "rows": Range(minimum=1, optimum=100, maximum=100)},
-        {"text": text, "rows": Range(minimum=101, optimum=1000, maximum=1000)},
+        {"text": text, "rows": AxisRange(minimum=1, optimum=100, maximum=100)},
+        {"text": text, "rows": AxisRange(minimum=101, optimum=1000, maximum=1000)},
     )
 
 
 def test_an_axis_that_the_profile_does_not_limit_has_all_its_sizes() -> None:
     assert optimisation_profiles({"f": Axis("f", 384, 3456)}, {}) == (
-        {"f": Range(minimum=384, optimum=3456, maximum=3456)},
+        {"f": AxisRange(minimum=384, optimum=3456, maximum=3456)},
     )
 
 

@@ -13,10 +13,11 @@ import onnx
 from engines.backends.tensorrt.lowering import lower
 from engines.backends.tensorrt.messages import Messages
 from engines.backends.tensorrt.network import named_inputs, parse
-from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult, Range
+from engines.backends.tensorrt.request import PlanError, PlanRequest, PlanResult
 from engines.backends.tensorrt.timing_cache import TimingCache
 from engines.backends.tensorrt.verdict import check
 from engines.layers import Layer, census, read_inspector
+from engines.store import AxisRange
 from engines.tensorrt import Flavour, Listener, load, make_logger
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ def build(request: PlanRequest, plan: Path, progress: Progress, listener: Listen
         weights_bytes=messages.weights_bytes,
         seconds=time.monotonic() - started,
         peak_host_bytes=_peak_bytes(),
-        version=flavour.version,
         driver=DRIVER.read_text().strip() if DRIVER.exists() else None,
         warnings=tuple(messages.warnings),
     )
@@ -141,9 +141,9 @@ class _Build:
             config.add_optimization_profile(profile)
         return len(self._request.profiles)
 
-    def _range(self, axis: str, size: int, ranges: dict[str, Range]) -> Range:
+    def _range(self, axis: str, size: int, ranges: dict[str, AxisRange]) -> AxisRange:
         if not axis:
-            return Range(minimum=size, optimum=size, maximum=size)
+            return AxisRange(minimum=size, optimum=size, maximum=size)
         if axis not in ranges:
             given = ", ".join(ranges) or "none"
             raise PlanError(f"graph {self._request.graph}: profiles: no range of axis {axis}; ranges of: {given}")

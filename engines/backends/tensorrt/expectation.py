@@ -9,8 +9,9 @@ from onnx import TensorProto
 
 from engines.backends.tensorrt.lowering import DOMAIN, NATIVE, lower
 from engines.backends.tensorrt.request import Expected
+from plugins.ops import fp8_linear, nvfp4_linear
 
-QUANTISED_LINEARS = ("fp8_linear", "nvfp4_linear")
+QUANTISED_LINEARS = (fp8_linear.OP.name, nvfp4_linear.OP.name)
 """Operators of our domain whose matrix product must run in the type of its quantised weights."""
 
 DTYPES: dict[int, str] = {

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,8 +23,8 @@ from engines.tensorrt import LEVELS, TensorRTMissing
 SHOWN = 10
 """Messages that are quoted of a process that ended without an answer."""
 
-WATCH_SECONDS = 0.05
-"""How often a building process is looked at."""
+PRINTED_BYTES = 1 << 16
+"""Of what it printed, the last bytes that are read for that."""
 
 _ERRORS = {kind.__name__: kind for kind in (CensusError, LayersError, TensorRTMissing)}
 
@@ -43,17 +40,17 @@ def build_plan(
     Ctrl-C does. TensorRT's messages go to the logger "tensorrt".
 
     Raises:
-        PlanError: the model is refused, the build fails or takes more than the request allows, the file cannot be
-            written, or the process dies.
+        PlanError: the model is refused, the build fails, the file cannot be written, or the process dies.
         CensusError: the plan is not what the model asks for.
+        LayersError: what TensorRT says of the plan's layers is not understood.
         TensorRTMissing: the flavour is not installed.
     """
     with _temporary(plan.absolute()) as temporary, tempfile.TemporaryFile() as printed:
-        with _child(temporary, printed, request) as child:
+        with _child(temporary, printed, request) as (child, answers):
             answer = _Answer(request.graph, progress)
-            for line in child.stdout or ():
+            for line in answers:
                 answer.take(line)
-        result = answer.result(child, printed, request)
+        result = answer.result(child.returncode, printed)
         temporary.chmod(0o644)
         temporary.replace(plan)
     return result
@@ -82,12 +79,10 @@ class _Answer:
         else:
             self._final = (kind, value)
 
-    def result(self, child: _Child, printed: IO[bytes], request: PlanRequest) -> PlanResult:
-        """The result of a child that has ended; raises what it could not do."""
-        if child.excess:
-            raise PlanError(f"graph {self._graph}: {child.excess}")
+    def result(self, code: int, printed: IO[bytes]) -> PlanResult:
+        """The result of a child that has ended with an exit code; raises what it could not do."""
         if self._final is None:
-            raise PlanError(self._epitaph(child.returncode, printed))
+            raise PlanError(self._epitaph(code, printed))
         kind, value = self._final
         if kind == "error":
             raise _ERRORS.get(value[0], PlanError)(value[1])
@@ -95,70 +90,33 @@ class _Answer:
 
     def _epitaph(self, code: int, printed: IO[bytes]) -> str:
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        printed.seek(0)
+        printed.seek(max(0, printed.seek(0, os.SEEK_END) - PRINTED_BYTES))
         said = [*self._last, *printed.read().decode(errors="replace").splitlines()[-SHOWN:]]
         return "\n".join([f"graph {self._graph}: the process that builds it {ended}; it last said:", *said])
 
 
-class _Child(subprocess.Popen[str]):
-    """The building process. `excess` says what it took more of than it may have, for which it was ended."""
-
-    excess = ""
-
-    def watch(self, request: PlanRequest, ended: threading.Event) -> None:
-        """Ends the process when it passes a limit.
-
-        The kernel's own limits are of no use: TensorRT's threads wait for each other for ever when an allocation fails.
-        """
-        started = time.monotonic()
-        while not ended.wait(WATCH_SECONDS):
-            if request.seconds is not None and time.monotonic() - started > request.seconds:
-                self.excess = f"seconds = {request.seconds:g}: the build took longer"
-            elif request.memory_bytes is not None and _private_bytes(self.pid) > request.memory_bytes:
-                self.excess = f"memory_bytes = {request.memory_bytes:,}: the build took more"
-            if self.excess:
-                self.kill()
-                return
-
-
-def _private_bytes(process: int) -> int:
-    """Memory of a process that is not a file's; 0 once it has ended."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return 0
-    match = re.search(r"RssAnon:\s*(\d+) kB", status)
-    return int(match[1]) << 10 if match else 0
-
-
 @contextmanager
-def _child(plan: Path, printed: IO[bytes], request: PlanRequest) -> Iterator[_Child]:
+def _child(plan: Path, printed: IO[bytes], request: PlanRequest) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """Starts the building process; it has ended when the block is left, however it is left."""
     root = str(Path(engines.__path__[0]).parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "engines.backends.tensorrt.worker", str(plan), str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": path}
-    child = _Child(command, stdin=-1, stdout=-1, stderr=printed, env=environment, text=True, encoding="utf-8")
-    ended = threading.Event()
-    watch = threading.Thread(target=child.watch, args=(request, ended), daemon=True)
-    watch.start()
+    child = subprocess.Popen(  # noqa: S603
+        command, stdin=-1, stdout=-1, stderr=printed, env=environment, text=True, encoding="utf-8"
+    )
+    assert child.stdin is not None  # both are pipes
+    assert child.stdout is not None
     try:
-        _ask(child, request)
-        yield child
+        with suppress(BrokenPipeError), child.stdin:  # it died already; its end says why
+            child.stdin.write(request.model_dump_json())
+        yield child, child.stdout
     except BaseException:
         child.kill()
         raise
     finally:
         child.wait()
-        ended.set()
-        watch.join()
-        child.stdout.close()  # type: ignore[union-attr]
-
-
-def _ask(child: _Child, request: PlanRequest) -> None:
-    assert child.stdin is not None
-    with suppress(BrokenPipeError), child.stdin:  # it died already; its end says why
-        child.stdin.write(request.model_dump_json())
+        child.stdout.close()
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from engines.layers import Layer
+from engines.store import AxisRange
 from engines.tensorrt import FlavourName
 
 
@@ -22,14 +22,6 @@ class CensusError(PlanError):
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Range(_Record):
-    """Sizes of a named axis within one optimisation profile."""
-
-    minimum: int
-    optimum: int
-    maximum: int
 
 
 class Constant(_Record):
@@ -52,21 +44,6 @@ class Expected(_Record):
     collective_nodes: tuple[str, ...]
     plugins: tuple[str, ...]
 
-    @property
-    def attentions(self) -> int:
-        """How many attentions must be fused."""
-        return len(self.attention_nodes)
-
-    @property
-    def matmuls(self) -> dict[str, int]:
-        """How many matrix products there are of each data type."""
-        return dict(Counter(self.matmul_nodes.values()))
-
-    @property
-    def collectives(self) -> int:
-        """How many exchanges between ranks there are."""
-        return len(self.collective_nodes)
-
 
 class PlanRequest(_Record):
     """A plan to be built from an emitted model.
@@ -75,21 +52,17 @@ class PlanRequest(_Record):
     one that this must have. `profiles` gives each optimisation profile's range of every named axis of the model's
     inputs. `constants` says where the data of the initializers that are external lie; empty where weights are inputs.
     `workspace_bytes` limits what a layer may use besides its tensors. `timing_cache` is read and written by TensorRT.
-    `seconds` and `memory_bytes` (of the child's own, files that it maps not counted) end a build that takes more; None
-    sets no limit.
     """
 
     graph: str
     flavour: FlavourName
     model: Path
     capabilities: Annotated[tuple[Annotated[str, Field(pattern=r"^\d+\.\d+$")], ...], Field(min_length=1)]
-    profiles: tuple[dict[str, Range], ...]
+    profiles: tuple[dict[str, AxisRange], ...]
     constants: dict[str, Constant]
     workspace_bytes: int
     timing_cache: Path | None
     expected: Expected
-    seconds: float | None = None
-    memory_bytes: int | None = None
 
 
 class PlanResult(_Record):
@@ -105,6 +78,5 @@ class PlanResult(_Record):
     weights_bytes: int
     seconds: float
     peak_host_bytes: int
-    version: str
     driver: str | None
     warnings: tuple[str, ...]

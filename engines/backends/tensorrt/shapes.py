@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from engines.backends.tensorrt.request import Range
+from engines.store import AxisRange
 
 if TYPE_CHECKING:
     from export.graphs.graph import Axis
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def optimisation_profiles(
     axes: Mapping[str, Axis], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, Range], ...]:
+) -> tuple[dict[str, AxisRange], ...]:
     """One profile for each range of the axis that `shapes` cuts into most; the other axes have all their sizes in each.
 
     `shapes[axis]` lists the upper ends of the ranges, ascending; an axis that it does not name has one range. Range k
@@ -39,5 +39,5 @@ def _ends(axis: Axis, wanted: tuple[int, ...]) -> list[int]:
     return sorted({max(end, axis.minimum) for end in cut})
 
 
-def _range(axis: Axis, start: int, end: int) -> Range:
-    return Range(minimum=start, optimum=end, maximum=end)
+def _range(axis: Axis, start: int, end: int) -> AxisRange:
+    return AxisRange(minimum=start, optimum=end, maximum=end)

@@ -27,15 +27,17 @@ class TimingCache:
         self._config: trt.IBuilderConfig = config
         self._file = file
         self._messages = messages
-        self._cache: trt.ITimingCache = self._read()
-        if not config.set_timing_cache(self._cache, False):
-            self._cache = self._start_anew()
-            config.set_timing_cache(self._cache, False)
+        self._lock = FileLock(f"{file}.lock")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._cache: trt.ITimingCache = self._read()
+            if not config.set_timing_cache(self._cache, False):
+                self._cache = self._start_anew()
+                config.set_timing_cache(self._cache, False)
 
     def save(self) -> None:
         """Adds the build's times to what the file holds by now; builds that end at once wait for each other here."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self._file}.lock"):
+        with self._lock:
             merged = self._read()
             if not merged.combine(self._cache, False):
                 merged = self._start_anew()
