@@ -254,8 +254,8 @@ def _check_same(store: Path, begun: Begun, now: Begun) -> None:
     changed = ", ".join(key for key in before if before[key] != after[key])
     if changed:
         raise BuildError(
-            f"{store}: was begun with profile {begun.profile.name}, of which {now.profile.name} differs in {changed}; "
-            f"{fresh}"
+            f"{store}: was begun with profile {begun.profile.name}; profile {now.profile.name} now differs from that "
+            f"in {changed}; {fresh}"
         )
 
 

@@ -11,6 +11,7 @@ from engines.store import Region, WeightFile, weight_file
 from export.binding import Binding
 from export.checkpoint.expressions import Stored
 from export.checkpoint.holes import lacks_data
+from export.checkpoint.safetensors_file import read_header
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,12 @@ class WeightTable:
         return [self._identity(path) for path in sorted(_paths(instances))]
 
     def contents(self, instances: Iterable[Mapping[str, Stored]]) -> list[Any]:
-        """What of that is the same wherever the files lie: hashes of their headers, and which of them lack data."""
+        """What is the same wherever the files lie: hashes of headers, which of them lack data, and samples of it."""
         paths = _paths(instances)
         return sorted(
-            [self.files[self._index[p]].header_sha256, p not in self._written and lacks_data(p)] for p in paths
+            [self.files[self._index[p]].header_sha256]
+            + ([] if p in self._written else [lacks_data(p), read_header(p).sample()])
+            for p in paths
         )
 
     def _identity(self, path: Path) -> list[Any]:

@@ -73,7 +73,7 @@ def test_resuming_takes_the_same_profile_from_another_place_and_no_other_one(wor
     moved.write_bytes(workshop.profile.read_bytes())
     assert build(workshop.checkpoint, moved, workshop.store, resume=True).built == ("manifest",)
     with pytest.raises(
-        BuildError, match=rf"with profile {moved}, of which {workshop.baked_profile} differs in weights;"
+        BuildError, match=rf"with profile {moved}; profile {workshop.baked_profile} now differs from that in weights;"
     ):
         build(workshop.checkpoint, workshop.baked_profile, workshop.store, resume=True)
 

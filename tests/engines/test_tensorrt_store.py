@@ -227,7 +227,9 @@ def test_other_libraries_do_not_do_again_what_is_resumed(put_off: Path, monkeypa
 
 def test_nothing_is_resumed_with_another_profile_or_checkpoint(put_off: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gpu_profile(put_off / "gpu.toml", rows="[2048]")
-    with pytest.raises(BuildError, match=r"was begun with another shapes of profile .*; leave out --resume"):
+    with pytest.raises(
+        BuildError, match=r"was begun with profile .*; profile .* now differs from that in shapes; leave out --resume"
+    ):
         build_gpu(put_off, resume=True)
     write_gpu_profile(put_off / "gpu.toml")
     other = small_checkpoint.SmallCheckpoint(put_off / "checkpoint", fingerprint="0" * 64)
