@@ -16,6 +16,7 @@ SERVER = ("serving", "pipeline")
 """Folders that share the demonstration, which takes a minute to make."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets `pytest -n 2 --dist loadgroup` keep a folder's tests in one process, where they share what they make.
 
