@@ -44,7 +44,9 @@ demo: setup ## miniature checkpoint, engines, Triton, one request: out/demo.mp4
 	$(H3TRT) demo
 
 test: setup ## the whole test suite
-	$(VENV)/bin/python -m pytest -m 'not soak' -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -m 'not soak' -n auto --maxprocesses 4 --dist loadfile \
+	  --ignore=tests/serving --ignore=tests/pipeline
+	$(VENV)/bin/python -m pytest -m 'not soak' tests/serving tests/pipeline
 
 soak: setup ## the tests that take longer than the test suite may
 	$(VENV)/bin/python -m pytest -m soak

@@ -10,24 +10,6 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-
-SERVER = ("serving", "pipeline")
-"""Folders that share the demonstration, which takes a minute to make."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets `pytest -n 2 --dist loadgroup` keep a folder's tests in one process, where they share what they make.
-
-    The longest come first, so that the processes end at about the same time.
-    """
-    for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        item.add_marker(pytest.mark.xdist_group("server" if folder in SERVER else folder))
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SERVER)
-
-
 H3TRT = (sys.executable, "-c", "from h3trt.cli import main; main()")
 
 
