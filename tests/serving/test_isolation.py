@@ -42,9 +42,19 @@ def raw(toy_server: TritonServer) -> Iterator[InferenceServerClient]:
 
 
 def test_it_listens_on_loopback_only(toy_server: TritonServer) -> None:
-    listening = [c for c in psutil.Process(toy_server.pid).net_connections() if c.status == psutil.CONN_LISTEN]
-    assert {connection.laddr.ip.removeprefix("::ffff:") for connection in listening} == {"127.0.0.1"}
-    assert len({connection.laddr.port for connection in listening}) == 3
+    deadline = time.monotonic() + 20
+    listening = _listening(toy_server)
+    # Triton opens the port of its metrics last, and is ready before.
+    while len({address.port for address in listening}) < 3 and time.monotonic() < deadline:
+        time.sleep(PAUSE)
+        listening = _listening(toy_server)
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    assert len({address.port for address in listening}) == 3
+
+
+def _listening(server: TritonServer) -> list[Any]:
+    connections = psutil.Process(server.pid).net_connections()
+    return [connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN]
 
 
 def test_triton_reads_the_configuration_as_it_was_meant(raw: InferenceServerClient, shared_toy: Toy) -> None:
