@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from engines import layers, machine, tensorrt
-from engines.backend import BackendMissing, backend_version
+from engines.backend import BackendMissing, backend_version, installed
 from engines.backends import tensorrt as backend
 from engines.backends.tensorrt.expectation import expected
 from engines.backends.tensorrt.process import build_plan
@@ -54,7 +54,7 @@ class TensorRTSteps(GraphSteps):
 
     def steps(self, checkpoint: Mapping[str, Any], exporter: Mapping[str, Any], weights: WeightTable) -> list[Step]:
         """Emit, compare, plan."""
-        plan = Step(self._last, self._plan_depends_on(), partial(self._do_plan, None), (self._name("emit"),))
+        plan = Step(self._last, self._plan_depends_on, partial(self._do_plan, None), (self._name("emit"),))
         return [self._emit(checkpoint, exporter), self._compare(exporter, weights, "emit"), plan]
 
     def bake_steps(self, partition: Partition, weights: WeightTable) -> list[Step]:
@@ -86,7 +86,7 @@ class TensorRTSteps(GraphSteps):
     def _bake(self, partition: Partition, instance: int, weights: WeightTable) -> Step:
         bound = self.binding.instances[instance]
         depends_on = {
-            **self._plan_depends_on(),
+            **self._plan_depends_on,
             "regions": weights.regions(bound),
             "files": weights.identities([bound]),
         }
@@ -98,10 +98,11 @@ class TensorRTSteps(GraphSteps):
             requires,
         )
 
+    @cached_property
     def _plan_depends_on(self) -> dict[str, Any]:
         return {
             "backend": self._profile.backend,
-            "version": _installed(self._profile),
+            "version": installed(self._profile.backend),
             **self._built_for,
             "workspace": self._workspace,
             "source": describe_backend(backend, layers, tensorrt),
@@ -176,13 +177,6 @@ class TensorRTSteps(GraphSteps):
         if self._profile.row_chunk:
             shapes["chunk_rows"] = (self._profile.row_chunk,)
         return optimisation_profiles(named, shapes)
-
-
-def _installed(profile: Profile) -> str | None:
-    try:
-        return backend_version(profile.backend)
-    except BackendMissing:
-        return None
 
 
 def _put_off(profile: Profile) -> str | None:

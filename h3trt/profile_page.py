@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from engines.plan import Plan, PlanError, Workload, make_plan, released_outline
 from engines.profile import PROFILES, Profile
 from export.checkpoint.outline import Outline
+from runtime.contract_page import markdown_table
 
 _INTRODUCTION = """# Hardware profiles
 
@@ -37,7 +37,7 @@ def page() -> str:
     outline = released_outline()
     shipped = [Profile.load(path.stem) for path in sorted(PROFILES.glob("*.toml"))]
     rows = [_row(profile, outline) for profile in shipped if profile.on_gpu]
-    return f"{_INTRODUCTION}\n{_table(_HEAD, rows)}"
+    return f"{_INTRODUCTION}\n{markdown_table(_HEAD, rows)}"
 
 
 def _row(profile: Profile, outline: Outline) -> tuple[str, ...]:
@@ -79,11 +79,6 @@ def _longest(profile: Profile, outline: Outline) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f}"
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> None:

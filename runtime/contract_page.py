@@ -73,13 +73,13 @@ def page() -> str:
     parts = [
         _INTRODUCTION,
         f"## Example\n\n```json\n{EXAMPLE}```\n",
-        "## Fields\n\n" + _table(_FIELD_HEAD, map(_field_row, [PROMPT, *by_status[Status.OFFERED]])),
-        "## Accepted, no effect\n\n" + _table(_FIELD_HEAD, map(_field_row, by_status[Status.ACCEPTED])),
-        "## Not offered\n\n" + _table(_FEATURE_HEAD, map(_feature_row, by_status[Status.NOT_OFFERED])),
+        "## Fields\n\n" + markdown_table(_FIELD_HEAD, map(_field_row, [PROMPT, *by_status[Status.OFFERED]])),
+        "## Accepted, no effect\n\n" + markdown_table(_FIELD_HEAD, map(_field_row, by_status[Status.ACCEPTED])),
+        "## Not offered\n\n" + markdown_table(_FEATURE_HEAD, map(_feature_row, by_status[Status.NOT_OFFERED])),
         f"## Canvases\n\nWithout width and height; explicit sides are multiples of {SIDE_MULTIPLE} px.\n\n"
-        + _table(("aspect_ratio", "canvas"), map(_canvas_row, ASPECT_RATIOS)),
+        + markdown_table(("aspect_ratio", "canvas"), map(_canvas_row, ASPECT_RATIOS)),
         "## Frames\n\nEvery clip has 17n + 5 frames, at 24 a second.\n\n"
-        + _table(("frames", "seconds", "latent frames", "durations that land here"), _frame_rows()),
+        + markdown_table(("frames", "seconds", "latent frames", "durations that land here"), _frame_rows()),
         _REFUSALS,
     ]
     return "\n".join(parts)
@@ -128,7 +128,8 @@ def _frame_rows() -> Iterable[tuple[str, ...]]:
         below = frames
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table as Markdown writes it."""
     lines = [head, ("---",) * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

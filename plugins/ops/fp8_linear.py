@@ -66,19 +66,25 @@ def scaled_mm(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor)
     return result.reshape(*x.shape[:-1], channels)
 
 
-# TensorRT takes no scale by row in QuantizeLinear; with a scale of one on both sides its importer fuses the pairs into
-# a product of 8-bit operands, and the true scales are applied to the sums.
-BODY = """
+def scaled_rows(largest: float) -> str:
+    """Statements of a function's body that make `scale` and `scaled_x`: rows of x with magnitudes up to `largest`."""
+    return f"""
     magnitude = Abs (x)
     last = Constant <value_ints = [-1]> ()
     amax = ReduceMax <keepdims = 1> (magnitude, last)
     wide_amax = Cast <to = 1> (amax)
-    largest = Constant <value_float = 448.0> ()
+    largest = Constant <value_float = {largest}> ()
     exact_scale = Div (wide_amax, largest)
-    floor = Constant <value_float = 1e-30> ()
+    floor = Constant <value_float = {SCALE_FLOOR}> ()
     scale = Max (exact_scale, floor)
     wide_x = Cast <to = 1> (x)
     scaled_x = Div (wide_x, scale)
+"""
+
+
+# TensorRT takes no scale by row in QuantizeLinear; with a scale of one on both sides its importer fuses the pairs into
+# a product of 8-bit operands, and the true scales are applied to the sums.
+_PRODUCT = """
     one = Constant <value = float {1.0}> ()
     quantised_x = QuantizeLinear <output_dtype = 17> (scaled_x, one)
     values = DequantizeLinear (quantised_x, one)
@@ -90,4 +96,6 @@ BODY = """
     result = CastLike (scaled, x)
 """
 
-OP = Op("fp8_linear", reference, fake, BODY, fast=(Fast("cuda", scaled_mm, minimum=(8, 9)),))
+OP = Op(
+    "fp8_linear", reference, fake, scaled_rows(E4M3_MAX) + _PRODUCT, fast=(Fast("cuda", scaled_mm, minimum=(8, 9)),)
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from plugins.op import Op
-from plugins.ops.fp8_linear import E4M3, E4M3_MAX, SCALE_FLOOR
+from plugins.ops.fp8_linear import E4M3, E4M3_MAX, SCALE_FLOOR, scaled_rows
 
 BLOCK = 16
 """Values that share an E4M3 scale, along the inner dimension."""
@@ -93,18 +93,7 @@ def _scaled(blocks: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
     return (blocks * block_scale.to(blocks.dtype).unsqueeze(-1)).flatten(-2)
 
 
-_UPPER = """
-    magnitude = Abs (x)
-    last = Constant <value_ints = [-1]> ()
-    amax = ReduceMax <keepdims = 1> (magnitude, last)
-    wide_amax = Cast <to = 1> (amax)
-    top = Constant <value_float = 2688.0> ()
-    exact_scale = Div (wide_amax, top)
-    floor = Constant <value_float = 1e-30> ()
-    scale = Max (exact_scale, floor)
-    wide_x = Cast <to = 1> (x)
-    scaled_x = Div (wide_x, scale)
-
+_BLOCKS = """
     outer = Shape <end = -1> (x)
     by_block = Constant <value_ints = [-1, 16]> ()
     blocks_shape = Concat <axis = 0> (outer, by_block)
@@ -133,7 +122,8 @@ _PRODUCT = """
 # Neither ONNX Runtime nor the checker's shape inference knows the 4-bit type in arithmetic, and TensorRT no shifts:
 # codes are split by division and looked up, and activations are rounded by their binade's step (0.5, 1 or 2).
 BODY = (
-    _UPPER
+    scaled_rows(TOP)
+    + _BLOCKS
     + """
     minus_six = Constant <value_float = -6.0> ()
     column_of_scales = Unsqueeze (rounded_scale, last)
@@ -176,7 +166,8 @@ BODY = (
 )
 
 NATIVE_BODY = (
-    _UPPER
+    scaled_rows(TOP)
+    + _BLOCKS
     + """
     quantised_x = QuantizeLinear <axis = -1, block_size = 16, output_dtype = 23> (scaled_x, rounded_scale)
     rows = DequantizeLinear <axis = -1, block_size = 16> (quantised_x, rounded_scale)

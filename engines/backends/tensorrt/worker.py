@@ -56,7 +56,8 @@ class _Channel:
     def send(self, kind: str, value: Any) -> None:
         """Writes one line; TensorRT calls from several threads."""
         with self._lock:
-            print(json.dumps({kind: value}), file=self._file, flush=True)
+            self._file.write(f"{json.dumps({kind: value})}\n")
+            self._file.flush()
 
 
 class _Forward(logging.Handler):
