@@ -76,6 +76,11 @@ class Op:
         return tuple(n for n, kind in self._parameters.items() if kind is not torch.Tensor)
 
     @cached_property
+    def attribute_types(self) -> dict[str, type]:
+        """int or float, by name of the number argument."""
+        return {name: self._parameters[name] for name in self.attributes}
+
+    @cached_property
     def torch_op(self) -> torch.library.CustomOpDef:
         """The torch.library operator; registered when first used."""
         op = torch.library.custom_op(f"{DOMAIN}::{self.name}", self._run, mutates_args=(), schema=self.schema)

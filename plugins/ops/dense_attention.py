@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from plugins.op import Op
-from plugins.ops.attention_tiles import LOWEST, MIXED, SCORES, VALID, valid_column, valid_only
+from plugins.ops.attention_tiles import LOWEST, MIXED, SCORES, VALID, result_shapes, valid_column, valid_only
+from plugins.tensorrt_plugin import creator
 
 
 def reference(
@@ -36,4 +39,10 @@ BODY = (
     + MIXED.format(weights="all_weights", value="wide_value")
 )
 
-OP = Op("dense_attention", reference, fake, BODY)
+
+def plugin(trt: ModuleType) -> object:
+    """The TensorRT plugin's creator."""
+    return creator(trt, OP, lambda inputs: result_shapes(inputs)[:1])
+
+
+OP = Op("dense_attention", reference, fake, BODY, tensorrt=plugin)

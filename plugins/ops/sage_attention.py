@@ -7,14 +7,25 @@ floor and the static scale of the weights as in spec/contract.md 4.2.
 from __future__ import annotations
 
 import warnings
+from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
 
 from plugins.op import Op
-from plugins.ops.attention_tiles import MIXED, SCORES, SKIPPED, VALID, tile_weights, valid_column, valid_only
+from plugins.ops.attention_tiles import (
+    MIXED,
+    SCORES,
+    SKIPPED,
+    VALID,
+    result_shapes,
+    tile_weights,
+    valid_column,
+    valid_only,
+)
 from plugins.ops.fp8_linear import E4M3, E4M3_MAX
 from plugins.ops.skip_softmax_attention import RESULTS
+from plugins.tensorrt_plugin import creator
 
 AMAX_FLOOR = 1e-3
 """Least magnitude that a scale maps to 448, so that a block of zeros gives zeros (spec/contract.md 4.2)."""
@@ -190,4 +201,10 @@ BODY = (
     + MIXED.format(weights="used_weights", value="value_used")
 )
 
-OP = Op("sage_attention", reference, fake, BODY, results=RESULTS)
+
+def plugin(trt: ModuleType) -> object:
+    """The TensorRT plugin's creator."""
+    return creator(trt, OP, result_shapes)
+
+
+OP = Op("sage_attention", reference, fake, BODY, results=RESULTS, tensorrt=plugin)

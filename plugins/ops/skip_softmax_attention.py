@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from plugins.op import Op
-from plugins.ops.attention_tiles import MIXED, SCORES, SKIPPED, VALID, tile_weights, valid_column, valid_only
+from plugins.ops.attention_tiles import (
+    MIXED,
+    SCORES,
+    SKIPPED,
+    VALID,
+    result_shapes,
+    tile_weights,
+    valid_column,
+    valid_only,
+)
+from plugins.tensorrt_plugin import creator
 
 RESULTS = ("result", "skipped")
 
@@ -56,4 +68,10 @@ BODY = (
     + MIXED.format(weights="weights", value="wide_value")
 )
 
-OP = Op("skip_softmax_attention", reference, fake, BODY, results=RESULTS)
+
+def plugin(trt: ModuleType) -> object:
+    """The TensorRT plugin's creator."""
+    return creator(trt, OP, result_shapes)
+
+
+OP = Op("skip_softmax_attention", reference, fake, BODY, results=RESULTS, tensorrt=plugin)
