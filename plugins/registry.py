@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from plugins.op import Op
-from plugins.ops import alias_free_snake, attention, fp8_linear, modulated_rms_norm, nvfp4_linear
+from plugins.ops import (
+    alias_free_snake,
+    attention,
+    fp8_linear,
+    gated_residual,
+    modulated_rms_norm,
+    norm_rotary,
+    nvfp4_linear,
+    swiglu,
+)
 
 REGISTRY: tuple[Op, ...] = (
     alias_free_snake.OP,
     attention.OP,
     fp8_linear.OP,
+    gated_residual.OP,
     modulated_rms_norm.OP,
+    norm_rotary.OP,
     nvfp4_linear.OP,
+    swiglu.OP,
 )
 
 
