@@ -48,7 +48,7 @@ PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
 Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx", "inductor"]
 
-Arithmetic = Literal["float32", "bfloat16", "fp8", "nvfp4"]
+Arithmetic = Literal["float32", "float16", "bfloat16", "fp8", "nvfp4"]
 """How a component's matrix products are computed; fp8 and nvfp4 quantise the linears and leave the rest bfloat16."""
 
 Place = Literal["resident", "swapped", "streamed"]
@@ -123,7 +123,8 @@ class Device(_Table):
 
     def tflops(self, arithmetic: Arithmetic) -> float:
         """Rate of matrix products in an arithmetic, in units of 10^12 operations a second."""
-        rates = {"float32": self.float32_tflops, "bfloat16": self.bfloat16_tflops}
+        halves = {"float16": self.bfloat16_tflops, "bfloat16": self.bfloat16_tflops}
+        rates = halves | {"float32": self.float32_tflops}
         return (rates | {"fp8": self.fp8_tflops, "nvfp4": self.nvfp4_tflops})[arithmetic]
 
 
@@ -131,8 +132,8 @@ class Precision(_Table):
     """Arithmetic of each component. The audio decoder, and what else the model pins, is float32 in all of them."""
 
     text_encoder: Literal["float32", "bfloat16", "fp8"]
-    denoiser: Arithmetic
-    video_decoder: Literal["float32", "bfloat16"]
+    denoiser: Literal["float32", "bfloat16", "fp8", "nvfp4"]
+    video_decoder: Literal["float32", "float16", "bfloat16"]
 
 
 class Attention(_Table):
