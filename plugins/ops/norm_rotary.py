@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import rms_norm
 
 from plugins.op import Op
 
@@ -15,13 +14,15 @@ def reference(
 
     x [S, H, d]; weight [d]; cos and sin [S, rotated / 2], of all three axes of a row's position side by side; returns
     [S, H, d] contiguous, in x's dtype, the layout that attention reads. The angles are rounded to x's dtype before use,
-    as upstream does (diffusers' `MiniMaxH3RotaryPosEmbed`).
+    as upstream does (diffusers' `_apply_rotary_emb`); all else is computed in float32 and rounded once, at the end.
     """
-    normed = rms_norm(x, (x.shape[-1],), weight, eps)
-    angle_cos, angle_sin = (table.to(x.dtype).unsqueeze(1) for table in (cos, sin))
-    first, second = normed[..., :rotated].chunk(2, dim=-1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    value = x.to(wide)
+    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
+    angle_cos, angle_sin = (table.to(x.dtype).to(wide).unsqueeze(1) for table in (cos, sin))
+    first, second = value[..., :rotated].chunk(2, dim=-1)
     turned = first * angle_cos - second * angle_sin, second * angle_cos + first * angle_sin
-    return torch.cat([*turned, normed[..., rotated:]], dim=-1)
+    return torch.cat([*turned, value[..., rotated:]], dim=-1).to(x.dtype)
 
 
 def fake(
