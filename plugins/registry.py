@@ -8,10 +8,13 @@ from plugins.ops import (
     attention,
     dense_attention,
     fp8_linear,
+    gated_residual,
     modulated_rms_norm,
+    norm_rotary,
     nvfp4_linear,
     sage_attention,
     skip_softmax_attention,
+    swiglu,
 )
 
 REGISTRY: tuple[Op, ...] = (
@@ -19,10 +22,13 @@ REGISTRY: tuple[Op, ...] = (
     attention.OP,
     dense_attention.OP,
     fp8_linear.OP,
+    gated_residual.OP,
     modulated_rms_norm.OP,
+    norm_rotary.OP,
     nvfp4_linear.OP,
     sage_attention.OP,
     skip_softmax_attention.OP,
+    swiglu.OP,
 )
 
 

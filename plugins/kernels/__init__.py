@@ -1,1 +1,1 @@
-"""Kernels for GPUs: CUDA sources that are compiled where they first run, and what launches them."""
+"""Kernels for GPUs, in the Triton language or in CUDA C++: imported and compiled when an op first runs on one."""
