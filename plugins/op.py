@@ -34,6 +34,7 @@ class Fast:
     """An implementation for one kind of device: `function` has the reference's signature.
 
     `minimum` is the lowest compute capability (major, minor) that it runs on; (0, 0) where the device has none.
+    `below` is the first that it does not: machine code of one architecture runs on no later one.
     `plain`: it is made of torch's own operators, which a compiler may fuse with their neighbours.
     """
 
@@ -41,6 +42,7 @@ class Fast:
     function: Callable[..., Any]
     minimum: tuple[int, int] = (0, 0)
     plain: bool = False
+    below: tuple[int, int] = (1000, 0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Op:
 
     def implementation(self, device: str, capability: tuple[int, int] = (0, 0)) -> Callable[..., Any]:
         """The first fast implementation that fits the device, else the reference."""
-        fits = (f.function for f in self.fast if f.device == device and f.minimum <= capability)
+        fits = (f.function for f in self.fast if f.device == device and f.minimum <= capability < f.below)
         return next(fits, self.reference)
 
     def plain_implementation(

@@ -1,8 +1,9 @@
 // Attention on Hopper's warpgroup matrix instructions, head dimension 128, in 8-bit floats (SAGE) or bfloat16.
 //
 // Compiled with ELEMENT_BYTES (1: E4M3, 2: bfloat16), KEYS (keys of a tile), STAGES, and the wgmma wrappers that
-// hopper_attention.py writes in front. Follows the schedule of FlashAttention-3 (arXiv 2407.08608): two warpgroups take
-// turns on the tensor cores, and each computes a softmax while its next scores and its last weighted values are made.
+// hopper_attention.py writes in front. As in FlashAttention-3 (arXiv 2407.08608) a block has a warp that fetches and two
+// warpgroups that compute, each of which has its next scores and its last weighted values made at once. Its turns on the
+// tensor cores were tried, and taking turns at the softmax: neither gains anything here.
 //
 // Queries, keys and values come as tile images: exactly what a tile looks like in shared memory, so that one bulk copy
 // brings it. Rows are swizzled over 128 bytes. Values are turned, [channels, keys], in steps of 32 bytes of keys, and
@@ -103,14 +104,6 @@ __device__ __forceinline__ void fetch_share(uint8* destination, const uint8* sou
         : "memory");
 }
 
-__device__ __forceinline__ void turn_wait(int group) {
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
-}
-
-__device__ __forceinline__ void turn_pass(int group) {
-    asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
-}
-
 // Whether `vote` is true in all threads of the warpgroup.
 __device__ __forceinline__ bool group_agrees(int group, bool vote) {
     uint32 all;
@@ -118,7 +111,7 @@ __device__ __forceinline__ bool group_agrees(int group, bool vote) {
         "{\n.reg .pred mine, everyone;\nsetp.ne.u32 mine, %2, 0;\n"
         "bar.red.and.pred everyone, %1, 128, mine;\nselp.u32 %0, 1, 0, everyone;\n}"
         : "=r"(all)
-        : "r"(3 + group), "r"(static_cast<uint32>(vote))
+        : "r"(1 + group), "r"(static_cast<uint32>(vote))
         : "memory");
     return __shfl_sync(~0u, all, 0);
 }
@@ -183,23 +176,6 @@ __device__ __forceinline__ float power_of_two(float x) {
     return y;
 }
 
-// 2^x on the multipliers, for a share of the weights: the unit for exponentials is the narrowest of all.
-// Degree 3 over [-0.5, 0.5], relative error 1e-4: a thousandth of the step between two E4M3 values.
-__device__ __forceinline__ float power_of_two_by_polynomial(float x) {
-    x = fmaxf(x, -126.f);
-    const float whole = x + 12582912.f;
-    const float part = x - (whole - 12582912.f);
-    const float value = fmaf(fmaf(fmaf(0.055171668f, part, 0.24261113f), part, 0.69326484f), part, 0.99992520f);
-    return __int_as_float(__float_as_int(value) + (__float_as_int(whole) << 23));
-}
-
-__device__ __forceinline__ float weight(int index, float x) {
-#if POLYNOMIAL_EVERY
-    if (index / 4 % POLYNOMIAL_EVERY == 0) return power_of_two_by_polynomial(x);
-#endif
-    return power_of_two(x);
-}
-
 __device__ __forceinline__ float quad_maximum(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -249,7 +225,7 @@ __device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Rows& rows
     float chain[4] = {};
 #pragma unroll
     for (int i = 0; i < SCORES; ++i) {
-        scores[i] = weight(i, fmaf(scores[i], factor[i / 2 % 2], shift[i / 2 % 2]));
+        scores[i] = power_of_two(fmaf(scores[i], factor[i / 2 % 2], shift[i / 2 % 2]));
         chain[i % 4] += scores[i];
     }
 #pragma unroll
@@ -305,9 +281,9 @@ struct Problem {
     const float *value_scales;             // [heads, 128]
     const int64* valid_rows;               // [1]
     const float* threshold;                // [1]
-    uint16* result;                        // bfloat16 [batch, rows, heads of one, 128]
+    uint16* result;                        // bfloat16, strides in elements
     uint64* skipped;                       // [heads]
-    int64 rows;
+    int64 batch_stride, row_stride, head_stride, rows;
     int heads;         // of one batch entry
     int query_tiles;   // of 64 rows, a multiple of CONSUMERS * CLUSTER
     int key_tiles;
@@ -331,6 +307,7 @@ __device__ __forceinline__ void produce(const Problem& problem, Shared& shared, 
 }
 
 // All key tiles of one warpgroup's queries; leaves sums of weighted values and returns how many tiles were skipped.
+template <bool SKIPPING>
 __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, int group, int head, int tiles,
                                        int64 valid, bool padding_row0, bool padding_row1, Rows& rows,
                                        float (&sums)[SUMS]) {
@@ -365,18 +342,17 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
         key_scale = next_scale;
         next_scale = __ldg(key_scales + min(tile + 1, tiles - 1));
         next.advance();
-        if (SCHEDULE <= 1) turn_wait(group);
         products_begin();
         make_scores(scores, queries, shared.keys[keys.index]);
-        if (weighted) {
+        if (!SKIPPING) {
+            add_values(sums, weights, shared.values[values.index]);
+        } else if (weighted) {
             products_begin();
             add_values(sums, weights, shared.values[values.index]);
         } else {
             products_commit();
         }
-        if (SCHEDULE == 0) turn_pass(group);
         products_wait<1>();
-        if (SCHEDULE == 1) turn_pass(group);
         hold(scores);
         release(&shared.keys_empty[keys.index]);
         if (tile == tiles - 1) hide_padding(scores, static_cast<int>(valid - int64(tile) * KEYS));
@@ -385,29 +361,27 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
         // instructions. Within one, the assembler moves waits for products and turns up to its beginning.
         barrier_wait(&shared.values_full[next.index], next.parity);
         bool skip = false;
-        if (log_threshold > MINUS_INFINITY) {
+        if (SKIPPING) {
             const float distance0 = largest[0] * rows.factor[0] * key_scale - rows.maximum[0];
             const float distance1 = largest[1] * rows.factor[1] * key_scale - rows.maximum[1];
             skip = group_agrees(group, (padding_row0 || distance0 < log_threshold) &&
                                            (padding_row1 || distance1 < log_threshold));
             skipped += skip;
         }
-        if (SCHEDULE == 4) turn_wait(group);
-        if (!skip) exponentiate(scores, rows, largest, key_scale, correction);
+        if (!SKIPPING || !skip) exponentiate(scores, rows, largest, key_scale, correction);
         keys.advance();
         if (tile + 1 < tiles) barrier_wait(&shared.keys_full[keys.index], keys.parity);
-        if (SCHEDULE == 4) turn_pass(group);
         products_wait<0>();
         hold(sums);
         release(&shared.values_empty[values.index]);
         values = next;
         weighted = !skip;
-        if (!skip) {
+        if (!SKIPPING || !skip) {
             pack(scores, weights);
             rescale(sums, correction);
         }
     }
-    if (weighted) {
+    if (!SKIPPING || weighted) {
         products_begin();
         add_values(sums, weights, shared.values[values.index]);
     }
@@ -420,7 +394,7 @@ __device__ __forceinline__ void store(const Problem& problem, int head, int64 ro
                                       const Rows& rows) {
     const int64 batch = head / problem.heads, column = threadIdx.x % 4 * 2;
     const float* value_scales = problem.value_scales + int64(head) * HEAD;
-    uint16* result = problem.result + (batch * problem.rows * problem.heads + head % problem.heads) * HEAD;
+    uint16* result = problem.result + batch * problem.batch_stride + head % problem.heads * problem.head_stride;
     const float inverse[2] = {1.f / quad_sum(rows.total[0]), 1.f / quad_sum(rows.total[1])};
     const int64 valid = *problem.valid_rows;
 #pragma unroll
@@ -435,7 +409,7 @@ __device__ __forceinline__ void store(const Problem& problem, int head, int64 ro
             asm("cvt.rn.bf16x2.f32 %0, %2, %1;"
                 : "=r"(pair)
                 : "f"(sums[4 * i + 2 * half] * factor * scales.x), "f"(sums[4 * i + 2 * half + 1] * factor * scales.y));
-            if (at < problem.rows) *reinterpret_cast<uint32*>(result + at * problem.heads * HEAD + channel) = pair;
+            if (at < problem.rows) *reinterpret_cast<uint32*>(result + at * problem.row_stride + channel) = pair;
         }
     }
 }
@@ -472,9 +446,13 @@ __launch_bounds__(384, 1) void attend(const __grid_constant__ Problem problem) {
                      {MINUS_INFINITY, MINUS_INFINITY},
                      {0, 0}};
         float sums[SUMS] = {};
-        if (group == 1) turn_pass(1);
-        const int skipped = consume(problem, shared, group, head, tiles, valid, row >= valid, row + 8 >= valid, rows, sums);
-        if (threadIdx.x % 128 == 0 && row < valid) atomicAdd(problem.skipped + head, static_cast<uint64>(skipped));
+        if (*problem.threshold > 0) {
+            const int skipped = consume<true>(problem, shared, group, head, tiles, valid, row >= valid,
+                                              row + 8 >= valid, rows, sums);
+            if (threadIdx.x % 128 == 0 && row < valid) atomicAdd(problem.skipped + head, static_cast<uint64>(skipped));
+        } else {
+            consume<false>(problem, shared, group, head, tiles, valid, false, false, rows, sums);
+        }
         store(problem, head, row, sums, rows);
     }
     cluster_wait();  // until nobody writes to this block's memory any more

@@ -21,6 +21,9 @@ QUERY_TILE = 64
 """Queries that decide together whether a tile of keys is skipped: a warpgroup's."""
 
 CAPABILITY = (9, 0)
+ABOVE = (9, 1)
+"""The only compute capability that the kernels run on, and the first that they do not."""
+
 _ARCHITECTURE = "sm_90a"
 _SOURCE = Path(__file__).with_name("attention_sm90.cu")
 _BLOCK_QUERIES = 2 * QUERY_TILE
@@ -31,17 +34,11 @@ _ALIGNMENT = 1024
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation: bytes of an element (1: E4M3, 2: bfloat16), keys of a tile, tiles in shared memory.
-
-    Of every `polynomial_every` pairs of weights one is computed by the multipliers, 0 for none: the unit for
-    exponentials is what 8-bit products wait for.
-    """
+    """One compilation: bytes of an element (1: E4M3, 2: bfloat16), keys of a tile, tiles in shared memory."""
 
     element_bytes: int
     keys: int
     stages: int
-    polynomial_every: int = 0
-    schedule: int = 0
 
     @property
     def tile_bytes(self) -> int:
@@ -56,20 +53,29 @@ class Variant:
 
     def source(self) -> str:
         """The CUDA source of this variant."""
-        names = ("ELEMENT_BYTES", "KEYS", "STAGES", "POLYNOMIAL_EVERY", "SCHEDULE")
-        values = (self.element_bytes, self.keys, self.stages, self.polynomial_every, self.schedule)
+        names = ("ELEMENT_BYTES", "KEYS", "STAGES")
+        values = (self.element_bytes, self.keys, self.stages)
         defines = "\n".join(f"#define {name} {value}" for name, value in zip(names, values, strict=True))
         products = _score_product(self.element_bytes, self.keys) + _value_product(self.element_bytes)
         return f"{defines}\n{products}\n{_SOURCE.read_text()}"
 
 
-SAGE = Variant(element_bytes=1, keys=192, stages=3)
-BFLOAT16 = Variant(element_bytes=2, keys=176, stages=2)
+SAGE = Variant(element_bytes=1, keys=224, stages=3)
+BFLOAT16 = Variant(element_bytes=2, keys=128, stages=3)
 
 
-def serves(query: torch.Tensor) -> bool:
-    """Whether the kernels take such queries, keys and values: bfloat16 of 128 channels, which lie side by side."""
-    return query.dtype == torch.bfloat16 and query.shape[-1] == HEAD and query.numel() > 0
+def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the kernels take such tensors: as many keys as queries, bfloat16, 128 channels that lie side by side.
+
+    Rows begin at multiples of 16 bytes.
+    """
+    return query.numel() > 0 and all(
+        x.dtype == torch.bfloat16
+        and x.shape == (*query.shape[:-1], HEAD)
+        and x.stride(-1) == 1
+        and not any(stride % 8 for stride in (*x.stride()[:-1], x.storage_offset()))
+        for x in (query, key, value)
+    )
 
 
 def attend(
@@ -84,7 +90,7 @@ def attend(
     """Attention among the first rows: bfloat16 [B, H, S, 128] each, of any strides whose last is 1.
 
     valid_rows [1] int64 and threshold [1] float32 are read by the kernels, on the device. Returns the result
-    [B, H, S, 128] bfloat16, which lies as [B, S, H, 128], and the skipped tiles [B, H] int64.
+    [B, H, S, 128] bfloat16, which lies as the query does, and the skipped tiles [B, H] int64.
     """
     return _Call(variant, query, valid_rows, threshold).run(key, value, scale)
 
@@ -116,7 +122,7 @@ _POINTERS = (
 class _Problem(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_void_p) for n in _POINTERS),
-        ("rows", ctypes.c_longlong),
+        *((n, ctypes.c_longlong) for n in ("batch_stride", "row_stride", "head_stride", "rows")),
         ("heads", ctypes.c_int),
         ("query_tiles", ctypes.c_int),
         ("key_tiles", ctypes.c_int),
@@ -148,15 +154,17 @@ class _Call:
         staged = self._variant.keys * (HEAD * self._variant.element_bytes + 8)
         self._prepare("prepare_values", self._key_tiles, self._job(value, values, value_scales), staged)
         batch = self._all_heads // self._heads
-        result = self._query.new_empty(batch, self._rows, self._heads, HEAD)
+        result = torch.empty_like(self._query)
         skipped = torch.zeros(batch, self._heads, dtype=torch.int64, device=self._query.device)
         tensors = (queries, keys, values, query_scales, key_scales, value_scales)
         pointers = (*tensors, self._valid_rows, self._threshold, result, skipped)
-        sizes = (self._rows, self._heads, self._query_tiles, self._key_tiles, scale)
-        problem = _Problem(*(x.data_ptr() for x in pointers), *sizes)
+        batch_stride, head_stride, row_stride, _ = result.stride()
+        sizes = (self._rows, self._heads, self._query_tiles, self._key_tiles)
+        strides = (batch_stride, row_stride, head_stride)
+        problem = _Problem(*(x.data_ptr() for x in pointers), *strides, *sizes, scale)
         grid = (self._query_tiles // 2, self._all_heads, 1)
         self._module.launch("attend", grid, 384, [problem], self._variant.shared_bytes)
-        return result.transpose(1, 2), skipped
+        return result, skipped
 
     def _statistics(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales of the values' channels and the keys' mean, each [heads, 128] float32."""

@@ -56,6 +56,11 @@ def _skipped(
     return pad(low, (0, 0, 0, -rows % query_tile), value=True).unflatten(-2, (-1, query_tile)).all(-2)
 
 
+def laid_out(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The result in the query's dtype and layout, which is what fakes promise."""
+    return torch.empty_like(query).copy_(result)
+
+
 def result_shapes(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Sizes of an attention's result and of its counts, from those of its inputs [B, H, S, d]."""
     sizes = list(inputs[0])
