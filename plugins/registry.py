@@ -6,22 +6,28 @@ from plugins.op import Op
 from plugins.ops import (
     alias_free_snake,
     attention,
+    dense_attention,
     fp8_linear,
     gated_residual,
     modulated_rms_norm,
     norm_rotary,
     nvfp4_linear,
+    sage_attention,
+    skip_softmax_attention,
     swiglu,
 )
 
 REGISTRY: tuple[Op, ...] = (
     alias_free_snake.OP,
     attention.OP,
+    dense_attention.OP,
     fp8_linear.OP,
     gated_residual.OP,
     modulated_rms_norm.OP,
     norm_rotary.OP,
     nvfp4_linear.OP,
+    sage_attention.OP,
+    skip_softmax_attention.OP,
     swiglu.OP,
 )
 
