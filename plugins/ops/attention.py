@@ -61,7 +61,7 @@ def _laid_out(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 BODY = "result = Attention <scale: float = @scale> (query, key, value)"
 
-# On a CPU and on older GPUs the reference is as fast as it gets; named here, a compiler calls it and does not look in.
+# The reference, named for devices, is called by a compiler as it is: taken apart, it would hold all scores.
 OP = Op(
     "Attention",
     reference,

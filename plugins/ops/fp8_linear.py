@@ -47,9 +47,9 @@ def fake(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> t
 def scaled_mm(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
     """The product on FP8 tensor cores (compute capability 8.9 and up).
 
-    Sizes that they do not take go the reference's way. Products are summed inside the tensor cores, on Hopper with about
-    14 bits (arXiv 2412.19437, 3.3.2): at the model's sizes an H200 is a tenth faster so, and results are off by 3.75% of
-    their length either way, which is the operands' rounding (bench/results/gemm.json).
+    Sizes that they do not take go the reference's way. Products are summed inside the tensor cores, on Hopper with
+    about 14 bits (arXiv 2412.19437, 3.3.2): at the model's sizes an H200 is a tenth faster so, and results are off by
+    3.75% of their length either way, which is the operands' rounding (bench/results/gemm.json).
     """
     channels, inner = weight.shape
     if channels % _TENSOR_CORE_MULTIPLE or inner % _TENSOR_CORE_MULTIPLE or not x.numel():
