@@ -243,14 +243,14 @@ class Costs:
     def _whole_block(self, runs: int) -> _Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         held = arrays.compiled_block if self.weighing.profile.backend == "inductor" else arrays.block
-        row = held(size, self._denoiser)
+        row = held(size, self._denoiser) + arrays.images(size, self.weighing.profile.attention.blocks)
         linear = 2.0 * self.weighing.weights["block"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + self._per_row) + self._table
         kept = arrays.projected(size, widths) + arrays.heads(size, widths) + arrays.feed_forward(size, widths)
         return _Run(
             runs,
             rows.local * row,
-            _flops(self._denoiser, runs * linear, runs * self._mixing),
+            _flops(self._denoiser, runs * linear, runs * self._mixing, self._mixed),
             2 * rows.local * kept + io,
             io,
             workspace=LIBRARY_WORKSPACE,
@@ -278,10 +278,11 @@ class Costs:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         heads = rows.local * arrays.heads(size, widths)
         copied = rows.local * arrays.attend(size, self._denoiser)
+        copied += rows.local * arrays.images(size, self.weighing.profile.attention.blocks)
         return _Run(
             runs,
             copied,
-            {self._compute: runs * self._mixing},
+            {self._mixed or self._compute: runs * self._mixing},
             2 * copied + heads,
             rows.local * size.inner * widths.item,
             attention=heads + copied,
@@ -300,6 +301,11 @@ class Costs:
     @property
     def _block_runs(self) -> int:
         return self._size.layers * self.workload.forwards
+
+    @property
+    def _mixed(self) -> Arithmetic | None:
+        """The arithmetic of the blocks' attention, where it is another than the rest's."""
+        return "fp8" if self.weighing.profile.attention.blocks.startswith("sage") else None
 
     @property
     def _mixing(self) -> float:
@@ -397,9 +403,11 @@ class Costs:
         return _Run(1, kept, flops, 2 * kept * len(config.decoder_rates), io, workspace=LIBRARY_WORKSPACE)
 
 
-def _flops(arithmetic: Arithmetic, linear: float, attention: float) -> dict[Arithmetic, float]:
-    """Attention is never quantised."""
-    mixing: Arithmetic = arithmetic if arithmetic.startswith("float") else "bfloat16"
+def _flops(
+    arithmetic: Arithmetic, linear: float, attention: float, mixed: Arithmetic | None = None
+) -> dict[Arithmetic, float]:
+    """Attention is not quantised with the linears, but by a choice of its own: `mixed`."""
+    mixing: Arithmetic = mixed or (arithmetic if arithmetic.startswith("float") else "bfloat16")
     found: dict[Arithmetic, float] = {arithmetic: linear}
     found[mixing] = found.get(mixing, 0.0) + attention
     return {name: count for name, count in found.items() if count}
