@@ -138,12 +138,16 @@ class Denoiser:
         device = self._engines.device
         state = State(state.video.to(device), state.audio.to(device))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
-        blocks = open_blocks(self._engines, self._partition, rows)
+        policy = self._engines.manifest.profile.attention
+        threshold = torch.zeros(1, device=device)
+        attention = {"skip_threshold": threshold} if policy.skips else {}
+        blocks = open_blocks(self._engines, self._partition, rows, attention)
         report("denoise", 0, schedule.forwards)
         slots = schedule.slots()
         self._fill_cache(slots, cancellation)
         for step, timesteps in enumerate(slots):
             table = self.modulation(timesteps, cancellation).to(device)
+            threshold.fill_(policy.threshold_at(float(schedule.video.sigmas[step])))
             video, audio = self._velocity(sequence, blocks, table, state, cancellation)
             state = State(
                 euler_step(schedule.video, step, state.video, video),

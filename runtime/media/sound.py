@@ -28,7 +28,6 @@ from runtime.media.limits import (
 from runtime.media.movie import read_movie
 from runtime.media.refusals import refusing
 from runtime.media.track import read_track, soundtrack_stream, video_stream
-from runtime.refusal import RequestError
 
 if TYPE_CHECKING:
     import torch
