@@ -5,8 +5,8 @@
 // warpgroups that compute, each of which has its next scores and its last weighted values made at once. Its turns on the
 // tensor cores were tried, and taking turns at the softmax: neither gains anything here.
 //
-// Queries, keys and values come as tile images: exactly what a tile looks like in shared memory, so that one bulk copy
-// brings it. Rows are swizzled over 128 bytes. Values are turned, [channels, keys], in steps of 32 bytes of keys, and
+// Queries, keys and values come as tile images: exactly what a tile looks like in shared memory, so that bulk copies
+// bring it; two blocks of a cluster fetch half of each for both. Values are turned, [channels, keys], and in 8-bit floats
 // their keys are ordered as the accumulators' registers are, so that weights go from one product to the next as they
 // lie. Preparing an image costs one pass over a tensor, which quantisation needs anyway.
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET, Op
 from plugins.ops import dense_attention, sage_attention, skip_softmax_attention
 
-FEW = settings(max_examples=20, deadline=None)
+FEW = settings(max_examples=12, deadline=None)
 Doubles = NDArray[np.float64]
 
 
