@@ -13,6 +13,7 @@ import torch
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore, Manifest
+from plugins.dimensions import TEXT_TAG
 from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.decode import decode_audio, decode_video
@@ -21,7 +22,7 @@ from runtime.encoder import TextEncoder
 from runtime.events import Cancellation, Event, Reporter
 from runtime.intake import Intake
 from runtime.mux import MediaOptions, Mp4Writer
-from runtime.packing import Layout, patchify_video, t2va_layout, unpack_audio, unpatchify_video
+from runtime.packing import Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.request import Resolved
 from runtime.rng import InitialNoise, NoiseGenerators, initial_noise
 from runtime.schedule import Schedule
@@ -143,7 +144,8 @@ class Pipeline:
     def layout(self, resolved: Resolved, text_rows: int) -> Layout:
         """The packed rows of a request whose prompt has `text_rows` tokens."""
         patch = self._dimensions.denoiser.patch
-        return t2va_layout(text_rows, *_latent_grid(resolved), resolved.audio_latents, patch)
+        tags = torch.full((text_rows,), TEXT_TAG)
+        return layout(tags, (), *_latent_grid(resolved), resolved.audio_latents, patch)
 
     def _denoise(
         self, resolved: Resolved, text: torch.Tensor, report: Reporter, cancellation: Cancellation
