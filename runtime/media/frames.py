@@ -55,8 +55,12 @@ def _held(
                 while index < wanted:
                     frame, index = next(frames), index + 1
                 # Pillow's filter on the upright frame, as the reference pipeline resizes decoded frames.
-                pixels = resize_image(upright(frame.to_ndarray(format="rgb24"), track.turn), size)
+                pixels = resize_image(upright(_rgb(frame), track.turn), size)
         yield pixels
+
+
+def _rgb(frame: VideoFrame) -> NDArray[np.uint8]:
+    return frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
 
 
 def _decoded(container: InputContainer, stream: VideoStream, track: Track, bytes_maximum: int) -> Iterator[VideoFrame]:
