@@ -24,7 +24,7 @@ from runtime.intake import Intake
 from runtime.mux import MediaOptions, Mp4Writer
 from runtime.packing import Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.request import Resolved
-from runtime.rng import InitialNoise, NoiseGenerators, initial_noise
+from runtime.rng import Noise, draw_noise
 from runtime.schedule import Schedule
 from runtime.text import Tokenizer
 
@@ -114,14 +114,11 @@ class Pipeline:
     def _stage(self, stage: PipelineStage) -> AbstractContextManager[None]:
         return self._engines.stage(stage_graphs(self.manifest)[stage])
 
-    def noise(self, resolved: Resolved) -> InitialNoise:
+    def noise(self, resolved: Resolved) -> Noise:
         """The initial state that the request's seed and seed convention stand for."""
-        return initial_noise(
-            NoiseGenerators.seeded(resolved.seed, resolved.seed_convention),
-            (self._dimensions.denoiser.video_channels, *_latent_grid(resolved)),
-            resolved.audio_latents,
-            self._dimensions.denoiser.audio_channels,
-        )
+        channels = self._dimensions.denoiser.video_channels, self._dimensions.denoiser.audio_channels
+        grid = _latent_grid(resolved)
+        return draw_noise(resolved.seed, resolved.seed_convention, (), grid, resolved.audio_latents, channels)
 
     def _reporter(self, progress: Progress) -> Reporter:
         return Reporter(progress, self._clock)
