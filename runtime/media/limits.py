@@ -57,7 +57,7 @@ class Limits:
 LIMITS: dict[Kind, Limits] = {
     "image": Limits("image", ("JPEG", "PNG", "WEBP", "HEIC"), 30 * MIB),
     "video": Limits("video", ("MP4", "MOV"), 50 * MIB, ("h264", "hevc"), ("aac", "mp3", "mp3float")),
-    "audio": Limits("audio", ("WAV", "MP3"), 15 * MIB, (), ("mp3", "mp3float", "aac")),
+    "audio": Limits("audio", ("WAV", "MP3"), 15 * MIB, (), ("aac", "mp3", "mp3float")),
 }
 """By kind. Sounds may also be any pcm_* codec."""
 

@@ -91,7 +91,7 @@ class _Sound:
 def probe_sound(data: bytes, where: str) -> SoundFacts:
     """What a file of sound holds. Its samples are counted by decoding them. Raises RequestError."""
     name = check_format(data, "audio", where)
-    with refusing(where, f"a {name} file", "must be decodable"), _opened_sound(data, name) as container:
+    with refusing(where, f"{name} file", "must be a whole sound"), _opened_sound(data, name) as container:
         sound = _Sound(container, _sound_stream(container), None, len(data))
         check_sound(sound.rate, sound.channels, where)
         if container.duration and container.duration > (SECONDS[1] + 1) * 1_000_000:
@@ -130,7 +130,7 @@ def decode_sound(data: bytes, where: str, start_time_seconds: float, seconds: fl
     from runtime.media.resample import resample
 
     name = format_of(data)
-    with refusing(where, f"a {name} file", "must be decodable"):
+    with refusing(where, f"{name} file", "must be decodable"):
         if name in LIMITS["video"].formats:
             check_format(data, "video", where)
             waveform, rate = _soundtrack(data, start_time_seconds, seconds)
@@ -183,6 +183,6 @@ def _sound_stream(container: InputContainer) -> AudioStream:
         raise ValueError("it has no track of sound")
     stream = container.streams.audio[0]
     name = stream.codec_context.name
-    if name not in LIMITS["audio"].codecs and not name.startswith("pcm_"):
+    if name not in LIMITS["audio"].sound_codecs and not name.startswith("pcm_"):
         raise ValueError(f"its sound is {name}, not MP3, AAC or PCM")
     return stream
