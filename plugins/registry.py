@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from plugins.op import Op
-from plugins.ops import alias_free_snake, attention, fp8_linear, modulated_rms_norm, nvfp4_linear
+from plugins.ops import alias_free_snake, attention, fp8_linear, frame_norm, modulated_rms_norm, nvfp4_linear, snake
 
 REGISTRY: tuple[Op, ...] = (
     alias_free_snake.OP,
     attention.OP,
     fp8_linear.OP,
+    frame_norm.OP,
     modulated_rms_norm.OP,
     nvfp4_linear.OP,
+    snake.OP,
 )
 
 
