@@ -18,12 +18,21 @@ def backend_version(backend: Backend) -> str:
     Raises:
         BackendMissing: it is not installed, or does not load.
     """
+    if backend == "inductor":
+        return _torch_version()
     try:
         return importlib.metadata.version(backend) if backend == "onnxruntime" else tensorrt.load(backend).version
     except importlib.metadata.PackageNotFoundError:
         raise BackendMissing(f"{backend} is not installed; run: pip install {backend}") from None
     except tensorrt.TensorRTMissing as missing:
         raise BackendMissing(str(missing)) from None
+
+
+def _torch_version() -> str:
+    """With the build that it is, such as +cu130: compiled code calls that build's own functions."""
+    import torch
+
+    return str(torch.__version__)
 
 
 def installed(backend: Backend) -> dict[str, str]:

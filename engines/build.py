@@ -18,6 +18,7 @@ from engines.backend import installed
 from engines.declaration import describe_checkpoint, describe_exporter
 from engines.graph_steps import GraphSteps
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
+from engines.inductor_steps import InductorSteps
 from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.plan import Workload, make_plan
 from engines.profile import Partition, Profile
@@ -116,6 +117,8 @@ class _Plan:
         plan = make_plan(profile, Outline.read(checkpoint.root), Workload()) if profile.on_gpu else None
 
         def steps(graph: Graph) -> GraphSteps:
+            if profile.backend == "inductor":
+                return InductorSteps(graph, bind(graph), root, profile, reproduce, work)
             if plan is None:
                 return OnnxRuntimeSteps(graph, bind(graph), root)
             return TensorRTSteps(graph, bind(graph), root, profile, plan, reproduce, work)

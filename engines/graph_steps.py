@@ -13,7 +13,7 @@ import onnx
 from engines.declaration import axes, describe_graph, tensor_record, versions
 from engines.profile import PARTITIONS, Partition
 from engines.steps import Product, Record, Step
-from engines.store import AxisRecord, EngineRecord, FileRecord, PlanRecord
+from engines.store import AxisRecord, EngineRecord, FileRecord, PlanRecord, ProgramRecord
 from engines.weight_table import WeightTable
 from export.binding import Binding
 from export.checkpoint.holes import lacks_data
@@ -49,6 +49,10 @@ class GraphSteps(ABC):
     def _plan(self, records: Records) -> PlanRecord | None:
         """What the backend has to say of the engine, if it is a plan."""
 
+    def _program(self, records: Records) -> ProgramRecord | None:
+        """What the engine was compiled for, if it is a compiled program."""
+        return None
+
     @abstractmethod
     def _engine_file(self, records: Records) -> FileRecord:
         """The engine with bound weights."""
@@ -76,6 +80,7 @@ class GraphSteps(ABC):
             tolerance=self.graph.tolerance,
             difference=records[self._name("compare")].facts["difference"],
             plan=self._plan(records),
+            program=self._program(records),
         )
 
     @property

@@ -18,6 +18,7 @@ from export.sidecar import Sidecar, plan_sidecar
 
 COMPUTE: dict[Arithmetic, torch.dtype] = {
     "float32": torch.float32,
+    "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "fp8": torch.bfloat16,
     "nvfp4": torch.bfloat16,

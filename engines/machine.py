@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux shows the limits of the container (control groups, version 2)."""
@@ -29,6 +33,15 @@ def gpu_capabilities() -> tuple[str, ...]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple("{}.{}".format(*torch.cuda.get_device_capability(index)) for index in range(count))
+
+
+def target(device: torch.device) -> str:
+    """What code compiled for a device runs on: a GPU's compute capability, or a processor's vector instructions."""
+    import torch
+
+    if device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability()
+    return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
 def _read(path: Path) -> str:

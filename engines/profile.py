@@ -46,9 +46,9 @@ _RULES = {
 Partition = Literal["fl2va", "ref2va"]
 PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
-Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx", "inductor"]
 
-Arithmetic = Literal["float32", "bfloat16", "fp8", "nvfp4"]
+Arithmetic = Literal["float32", "float16", "bfloat16", "fp8", "nvfp4"]
 """How a component's matrix products are computed; fp8 and nvfp4 quantise the linears and leave the rest bfloat16."""
 
 Place = Literal["resident", "swapped", "streamed"]
@@ -123,7 +123,8 @@ class Device(_Table):
 
     def tflops(self, arithmetic: Arithmetic) -> float:
         """Rate of matrix products in an arithmetic, in units of 10^12 operations a second."""
-        rates = {"float32": self.float32_tflops, "bfloat16": self.bfloat16_tflops}
+        halves = {"float16": self.bfloat16_tflops, "bfloat16": self.bfloat16_tflops}
+        rates = halves | {"float32": self.float32_tflops}
         return (rates | {"fp8": self.fp8_tflops, "nvfp4": self.nvfp4_tflops})[arithmetic]
 
 
@@ -131,8 +132,8 @@ class Precision(_Table):
     """Arithmetic of each component. The audio decoder, and what else the model pins, is float32 in all of them."""
 
     text_encoder: Literal["float32", "bfloat16", "fp8"]
-    denoiser: Arithmetic
-    video_decoder: Literal["float32", "bfloat16"]
+    denoiser: Literal["float32", "bfloat16", "fp8", "nvfp4"]
+    video_decoder: Literal["float32", "float16", "bfloat16"]
 
 
 class Attention(_Table):
@@ -255,8 +256,8 @@ class Profile(_Table):
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether engines are TensorRT plans for a GPU."""
-        return self.backend != "onnxruntime"
+        """Whether engines are for a GPU; inductor compiles for a CPU where no device is named."""
+        return self.backend.startswith("tensorrt") or (self.device is not None and self.backend == "inductor")
 
     def thread_count(self) -> int:
         """Threads of one session on this machine."""
@@ -274,6 +275,8 @@ class Profile(_Table):
     def _problems(self) -> list[str]:
         """What each key has against the others, as "key = value: rule"."""
         found = self._gpu_problems() if self.on_gpu else self._cpu_problems()
+        if self.backend == "inductor" and self.weights == "baked":
+            found.append("weights = 'baked': must be 'bound' with backend = 'inductor'")
         for stage, ranks in self.ranks:
             if ranks > max(1, self.gpus):
                 rule = f"must be at most gpus = {self.gpus}" if self.on_gpu else "must be 1 without GPUs"
@@ -282,9 +285,10 @@ class Profile(_Table):
 
     def _cpu_problems(self) -> list[str]:
         given = [key for key in ("device", "residency", "shapes", "gpus") if getattr(self, key)]
-        found = [f"{given[0]}: must not be given with backend = 'onnxruntime', which runs on the CPU"] if given else []
+        rule = f"must not be given with backend = {self.backend!r} on the CPU"
+        found = [f"{given[0]}: {rule}"] if given else []
         wide = [f"precision.{k} = {v!r}" for k, v in self.precision if v != "float32"]
-        return found + [f"{key}: must be 'float32' with backend = 'onnxruntime'" for key in wide]
+        return found + [f"{key}: must be 'float32' with backend = {self.backend!r} on the CPU" for key in wide]
 
     def _gpu_problems(self) -> list[str]:
         missing = [key for key in ("device", "residency", "gpus", "shapes") if not getattr(self, key)]

@@ -116,12 +116,27 @@ class PlanRecord(_Record):
     reproduce: str
 
 
+class ProgramRecord(_Record):
+    """What inductor compiled a graph for.
+
+    It runs on devices of that `target` (`engines.machine.target`), for sizes within `ranges`, by axis. `census` counts
+    the registry's operators that it calls as they are.
+    """
+
+    target: str
+    ranges: dict[str, AxisRange]
+    census: dict[str, int]
+    seconds: float
+    reproduce: str
+
+
 class EngineRecord(_Record):
     """One graph's engine.
 
     `file` takes the weights of any instance as inputs. With a profile of baked weights, `baked[partition][instance]` is
     what runs instead: for ONNX Runtime its weights are external data whose locations are the bare names of the
-    checkpoint's files, for TensorRT they are inside. `plan` is there for TensorRT only, and tells of `file`.
+    checkpoint's files, for TensorRT they are inside. `plan` is there for TensorRT only, `program` for
+    inductor only; both tell of `file`.
     `key` is the hash of everything that `file` depends on. `difference` is the largest measured |graph - torch eager|
     in ONNX Runtime relative to the output's largest magnitude, at most `tolerance`; None where the weights are files
     without data, which cannot be compared.
@@ -140,6 +155,7 @@ class EngineRecord(_Record):
     tolerance: float
     difference: float | None
     plan: PlanRecord | None = None
+    program: ProgramRecord | None = None
 
 
 class WeightFile(_Record):

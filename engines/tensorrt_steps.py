@@ -118,7 +118,7 @@ class TensorRTSteps(GraphSteps):
         return self._product(result, plan, baked)
 
     def _request(self, records: Records, work: Path, baked: tuple[Partition, int] | None) -> PlanRequest:
-        assert self._profile.backend != "onnxruntime"  # the profile of these steps is on GPUs
+        assert self._profile.backend in ("tensorrt", "tensorrt_rtx")  # as builds choose these steps
         constants = {} if baked is None else self._constants(baked[1])
         emitted = self._model(records, "emit")
         model = emitted if baked is None else bake(self._emitted(records, "emit"), baked[1])

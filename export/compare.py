@@ -51,8 +51,8 @@ class CompareError(ValueError):
 def compare(emitted: Emitted, instance: int = 0, seed: int = 0) -> Comparison:
     """Runs the graph's trials on random inputs.
 
-    A bfloat16 graph is compared with all its roundings taken out of both sides, as ONNX Runtime has no bfloat16 matrix
-    product on a CPU and a rounded comparison would hide a wrong graph. Stored weights keep their bytes.
+    A graph of a half precision is compared with all its roundings taken out of both sides, as ONNX Runtime has no
+    bfloat16 matrix product on a CPU and a rounded comparison would hide a wrong graph. Stored weights keep their bytes.
 
     Raises:
         CompareError: a difference is above the graph's tolerance, or an output has another shape or is not finite.
@@ -79,10 +79,10 @@ def draw(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator)
 
 
 class Widened(TorchDispatchMode):
-    """Within it, what asks for bfloat16 gets float32: eager torch without roundings."""
+    """Within it, what asks for a half precision gets float32: eager torch without roundings."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda x: torch.float32 if x is torch.bfloat16 else x, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: torch.float32 if _is_half(x) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -94,7 +94,7 @@ class _Runner:
         self._weights = tuple(materialise(bindings[name]) for name in emitted.weight_names)
         self._module = BoundModule(emitted.graph, emitted.binding, instance)
         self._names = [spec.name for spec in emitted.graph.inputs] + list(emitted.weight_names)
-        self._wide = emitted.graph.compute == torch.bfloat16
+        self._wide = emitted.graph.compute in _HALVES
         self._session = open_session(widen(emitted.model) if self._wide else emitted.model)
 
     def eager(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -132,8 +132,15 @@ def ort_value(tensor: torch.Tensor) -> onnxruntime.OrtValue:
     return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx_dtype(tensor.dtype).value)
 
 
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value in _HALVES
+
+
 def _to_float(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple(t.float() if t.dtype == torch.bfloat16 else t for t in tensors)
+    return tuple(t.float() if t.dtype in _HALVES else t for t in tensors)
 
 
 def _difference(

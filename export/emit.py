@@ -94,6 +94,8 @@ def _doubles(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _to_onnx(program: torch.export.ExportedProgram, ops: Sequence[Op]) -> ir.Model:
+    # With them the exporter writes a check of every input's every size, in time quadratic in the number of weights.
+    program.example_inputs = None
     with _quiet():
         exported = torch.onnx.export(
             program,

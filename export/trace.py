@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,10 +70,27 @@ def build_module(graph: Graph) -> torch.nn.Module:
     return module
 
 
-def trace(graph: Graph, binding: Binding) -> torch.export.ExportedProgram:
-    """The exported program over (inputs, weights), with the graph's axes as dynamic dimensions."""
-    sizes = trace_sizes(graph, binding)
-    dimensions = _Dimensions()
+class Range(Protocol):
+    """Sizes of an axis: the largest, and the one that a compiler should have in mind."""
+
+    @property
+    def optimum(self) -> int:
+        """The size of the traced example."""
+
+    @property
+    def maximum(self) -> int:
+        """The largest legal size."""
+
+
+def trace(
+    graph: Graph, binding: Binding, within: Mapping[str, Range] = MappingProxyType({})
+) -> torch.export.ExportedProgram:
+    """The exported program over (inputs, weights), with the graph's axes as dynamic dimensions.
+
+    `within` narrows axes to ranges; the others have all their sizes.
+    """
+    sizes = trace_sizes(graph, binding) | {name: each.optimum for name, each in within.items()}
+    dimensions = _Dimensions({name: each.maximum for name, each in within.items()})
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with fake:
         arguments = tuple(
@@ -80,10 +99,7 @@ def trace(graph: Graph, binding: Binding) -> torch.export.ExportedProgram:
         )
     dynamic = tuple(tuple(dimensions.of(s.shape) for s in group) for group in (graph.inputs, binding.inputs))
     with torch.no_grad():
-        program = torch.export.export(BoundModule(graph, binding), arguments, dynamic_shapes=dynamic, strict=False)
-    # With them the exporter writes a check of every input's every size, in time quadratic in the number of weights.
-    program.example_inputs = None
-    return program
+        return torch.export.export(BoundModule(graph, binding), arguments, dynamic_shapes=dynamic, strict=False)
 
 
 def axes(specs: Iterable[TensorSpec | WeightInput]) -> dict[str, Axis]:
@@ -115,9 +131,10 @@ def resolve(shape: tuple[int | Axis, ...], sizes: Mapping[str, int]) -> tuple[in
 
 
 class _Dimensions:
-    """torch.export dimensions of axes; one for each axis name."""
+    """torch.export dimensions of axes; one for each axis name. `largest` are the sizes that some are narrowed to."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: Mapping[str, int]) -> None:
+        self._largest = largest
         self._known: dict[str, object] = {}
 
     def of(self, shape: tuple[int | Axis, ...]) -> dict[int, object]:
@@ -129,7 +146,8 @@ class _Dimensions:
         if axis.name not in self._known:
             step = axis.multiple
             name = axis.name if step == 1 else f"_{axis.name}"
-            dim = torch.export.Dim(name, min=-(-axis.minimum // step), max=axis.maximum // step)
+            largest = self._largest.get(axis.name, axis.maximum)
+            dim = torch.export.Dim(name, min=-(-axis.minimum // step), max=largest // step)
             self._known[axis.name] = dim if step == 1 else step * dim
         return self._known[axis.name]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from engines.backend import BackendMissing, backend_version
+from engines.backends.inductor import missing_compiler
 from engines.machine import memory_bytes
 from engines.plan import Plan, PlanError, Workload, make_plan, released_outline
 from engines.profile import Profile
@@ -81,7 +82,9 @@ def _driver(profile: Profile, found: Installed) -> Check:
 
 
 def _package(profile: Profile) -> Check:
-    assert profile.backend != "onnxruntime"  # the profile is on GPUs
+    if profile.backend == "inductor":
+        return _compiler()
+    assert profile.backend in ("tensorrt", "tensorrt_rtx")  # the profile is on GPUs
     wanted = Requirement(REQUIREMENTS[profile.backend])
     remedy = f"pip install '{wanted}'"
     try:
@@ -90,6 +93,11 @@ def _package(profile: Profile) -> Check:
         return Check(profile.backend, False, "cannot be imported", remedy)
     found = f"{version}, wanted {wanted.specifier}"
     return Check(profile.backend, wanted.specifier.contains(version), found, remedy)
+
+
+def _compiler() -> Check:
+    missing = missing_compiler()
+    return Check("C++ compiler", missing is None, missing or "g++", "apt-get install g++")
 
 
 def _nccl() -> Check:

@@ -34,11 +34,13 @@ class Fast:
     """An implementation for one kind of device: `function` has the reference's signature.
 
     `minimum` is the lowest compute capability (major, minor) that it runs on; (0, 0) where the device has none.
+    `plain`: it is made of torch's own operators, which a compiler may fuse with their neighbours.
     """
 
     device: str
     function: Callable[..., Any]
     minimum: tuple[int, int] = (0, 0)
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,14 @@ class Op:
         """The first fast implementation that fits the device, else the reference."""
         fits = (f.function for f in self.fast if f.device == device and f.minimum <= capability)
         return next(fits, self.reference)
+
+    def plain_implementation(
+        self, device: str, capability: tuple[int, int] = (0, 0)
+    ) -> Callable[..., torch.Tensor] | None:
+        """The implementation for a device, where a compiler can look into it; None for one that it must call."""
+        opaque = {f.function for f in self.fast if not f.plain}
+        found = self.implementation(device, capability)
+        return None if found in opaque else found
 
     def function(self) -> onnx.FunctionProto:
         """The ONNX function that says the operation in standard operators."""

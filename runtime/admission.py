@@ -245,8 +245,9 @@ class MemoryModel:
 
 
 def _most_rows(engine: EngineRecord) -> int:
-    """The largest legal number of rows; a plan may have been built for fewer than its graph allows."""
+    """The largest legal number of rows; an engine may have been built for fewer than its graph allows."""
     built = [ranges["rows"].maximum for ranges in engine.plan.profiles] if engine.plan else []
+    built += [engine.program.ranges["rows"].maximum] if engine.program else []
     return max(built, default=engine.axes["rows"].maximum)
 
 

@@ -35,7 +35,7 @@ class Widths:
     def of(arithmetic: Arithmetic) -> Widths:
         """Quantised operands stand beside the rows that they are made of, and their products are float32."""
         quantised = {"fp8": Widths(2, 1, FLOAT), "nvfp4": Widths(2, 0.5 + 1 / BLOCK, FLOAT)}
-        plain = {"float32": Widths(FLOAT, 0, FLOAT), "bfloat16": Widths(2, 0, 2)}
+        plain = {"float32": Widths(FLOAT, 0, FLOAT), "float16": Widths(2, 0, 2), "bfloat16": Widths(2, 0, 2)}
         return (quantised | plain)[arithmetic]
 
     def quantised(self, features: int) -> float:

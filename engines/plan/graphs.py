@@ -398,7 +398,7 @@ class Costs:
 
 def _flops(arithmetic: Arithmetic, linear: float, attention: float) -> dict[Arithmetic, float]:
     """Attention is never quantised."""
-    mixing: Arithmetic = "float32" if arithmetic == "float32" else "bfloat16"
+    mixing: Arithmetic = arithmetic if arithmetic.startswith("float") else "bfloat16"
     found: dict[Arithmetic, float] = {arithmetic: linear}
     found[mixing] = found.get(mixing, 0.0) + attention
     return {name: count for name, count in found.items() if count}

@@ -68,6 +68,10 @@ def open_backend(store: EngineStore, graphs: Iterable[str], partitions: Iterable
     """
     opening = Opening(store, tuple(graphs), tuple(partitions))
     # Imported when it is needed: a host has the libraries of its own backend only.
+    if store.manifest.profile.backend == "inductor":
+        from engines.sessions.inductor import open_inductor
+
+        return open_inductor(opening)
     if store.manifest.profile.on_gpu:
         from engines.sessions.tensorrt import open_tensorrt
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from engines.sessions.backend import EngineInputError, open_backend
+from engines.sessions.backend import Backend, EngineInputError, open_backend
 from engines.sessions.dtypes import TORCH
 from engines.store import EngineRecord, EngineStore, Manifest, Partition, TensorRecord
 
@@ -18,11 +18,18 @@ from engines.store import EngineRecord, EngineStore, Manifest, Partition, Tensor
 class EngineSet:
     """The engines of some graphs and partitions of a store. One call runs at a time; others wait."""
 
-    def __init__(self, store: EngineStore, graphs: Iterable[str], partitions: Iterable[Partition]) -> None:
+    def __init__(
+        self,
+        store: EngineStore,
+        graphs: Iterable[str],
+        partitions: Iterable[Partition],
+        backend: Backend | None = None,
+    ) -> None:
+        """Opens the backend of the store's profile, unless one is given."""
         self.root: Path = store.root
         self.manifest: Manifest = store.manifest
         self._graphs, self._partitions = tuple(graphs), tuple(partitions)
-        self._backend = open_backend(store, self._graphs, self._partitions)
+        self._backend = backend or open_backend(store, self._graphs, self._partitions)
         self._lock = threading.Lock()
 
     @property

@@ -8,22 +8,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from engines import machine, tensorrt
+from engines import tensorrt
 from engines.profile import component_of
 from engines.sessions.backend import EngineInputError, EngineKey, EngineRunError, Opening
+from engines.sessions.bound_weights import BoundWeight, BoundWeights, bound_groups
 from engines.sessions.dtypes import TORCH
 from engines.sessions.gpu import CudaGpu, Gpu
-from engines.sessions.placement import PINNED_FIRST, Placement, groups, place
-from engines.sessions.residency import DeviceWeights, Event, HostWeights, Staging, kept_within
+from engines.sessions.placement import Placement, place
+from engines.sessions.residency import Event
 from engines.sessions.runtime_cache import RuntimeCache
-from engines.sessions.weights import MappedWeights, PackedUnits, WeightName
 from engines.store import AxisRange, EngineRecord, EngineStore, FileRecord, Partition, StoreError, rebuild_advice
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 
 QUEUED = 2
 """Runs that wait for the GPU at once: enough to keep it busy, few enough for a cancelled request to stop soon."""
-
-PINNED_SHARE = 2
-"""Pinned copies of weights never have more than this part of the host memory that the profile allows."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +43,7 @@ def open_tensorrt(opening: Opening) -> TensorRTEngines:
         StoreError: the package is missing, there is no GPU, or a plan cannot be opened.
     """
     backend = opening.store.manifest.profile.backend
-    assert backend != "onnxruntime"  # the profile is on GPUs
+    assert backend in ("tensorrt", "tensorrt_rtx")  # as `open_backend` chooses
     try:
         flavour = tensorrt.load(backend)
     except tensorrt.TensorRTMissing as error:
@@ -65,7 +61,7 @@ class TensorRTEngines:
         self._gpu = gpu
         self._plans = _Plans(opening, flavour, gpu)
         self._baked = self._manifest.profile.weights == "baked"
-        self._weights = {} if self._baked else _bound_weights(opening, gpu)
+        self._weights = BoundWeights({} if self._baked else bound_groups(opening, gpu), self._manifest)
         self._queued: deque[Event] = deque()
 
     @property
@@ -89,7 +85,7 @@ class TensorRTEngines:
         """
         with self._gpu.computing() as stream:
             plan = self._plans.get(graph, instance, partition)
-            with self._bound(graph, instance, partition) as weights:
+            with self._weights.bound(graph, instance, partition) as weights:
                 results = plan.enqueue(inputs, weights, outputs, stream)
             self._queued.append(self._gpu.computed())
         if len(self._queued) > QUEUED:
@@ -100,92 +96,14 @@ class TensorRTEngines:
         """Brings the weights that stay there to the GPU, and opens the plans that stay open."""
         self._plans.open_lasting()
         with self._gpu.computing():
-            for group in self._weights.values():
-                group.load_lasting()
+            self._weights.load_lasting()
 
     def leave(self, graphs: Collection[str]) -> None:
         """Frees swapped weights and plans, slots and activations, and keeps the kernels that were compiled."""
         self._queued.clear()
-        for group in {id(g): g for (name, _), g in self._weights.items() if name in graphs}.values():
-            group.leave()
+        self._weights.leave(graphs)
         self._plans.leave(graphs)
         self._gpu.trim()
-
-    @contextmanager
-    def _bound(self, graph: str, instance: int, partition: Partition) -> Iterator[dict[str, _Weight]]:
-        """Shape and address of each of an instance's weights, for a run that is queued within."""
-        group = self._weights.get((graph, partition))
-        if group is None:
-            yield {}
-            return
-        base = group.device.acquire(instance).data_ptr()
-        regions = self._manifest.bindings[partition][graph][instance]
-        offsets = group.units.offsets[instance]
-        yield {n: _Weight(tuple(r.shape), base + offsets[WeightName(graph, n)]) for n, r in regions.items()}
-        group.device.release(instance)
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A weight on the GPU."""
-
-    shape: Shape
-    address: int
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Graphs of one partition whose weights come and go together."""
-
-    units: PackedUnits
-    device: DeviceWeights
-    placement: Placement
-
-    def load_lasting(self) -> None:
-        if not self.placement.swapped:
-            self.device.load_resident()
-
-    def leave(self) -> None:
-        self.device.free(resident=self.placement.swapped)
-
-
-def _bound_weights(opening: Opening, gpu: Gpu) -> dict[tuple[str, Partition], _Group]:
-    """The group of each graph that has weights; pinned host memory goes to the groups that need it most."""
-    manifest = opening.store.manifest
-    residency = manifest.profile.residency
-    assert residency is not None  # a profile on GPUs has one
-    mapped = MappedWeights(manifest.weight_files)
-    weighty = [graph for graph in opening.graphs if manifest.graphs[graph].weights]
-    units = {
-        (partition, name): (members, PackedUnits(mapped, _units(opening, members, partition)))
-        for partition in opening.partitions
-        for name, members in groups(weighty).items()
-    }
-    staging = Staging(gpu, max((size for _, packed in units.values() for size in packed.sizes), default=0))
-    budget = manifest.profile.memory_budget(machine.memory_bytes()) // PINNED_SHARE
-    found: dict[tuple[str, Partition], _Group] = {}
-    for partition, name in sorted(units, key=lambda key: PINNED_FIRST.index(component_of(key[1]))):
-        members, packed = units[partition, name]
-        placement = place(residency, name, len(packed.sizes))
-        kept = kept_within(budget, packed.sizes, placement.returning(len(packed.sizes)))
-        budget -= sum(packed.sizes[unit] for unit in kept)
-        host = HostWeights(gpu, packed, staging, kept)
-        group = _Group(packed, DeviceWeights(gpu, host, placement.resident), placement)
-        found |= {(graph, partition): group for graph in members}
-    return found
-
-
-def _units(opening: Opening, graphs: Sequence[str], partition: Partition) -> list[dict[WeightName, tuple[Any, int]]]:
-    """The weights of each instance of some graphs that have equally many."""
-    manifest = opening.store.manifest
-    dtypes = {WeightName(g, w.name): w.dtype for g in graphs for w in manifest.graphs[g].weights}
-    units: list[dict[WeightName, tuple[Any, int]]] = [{} for _ in manifest.bindings[partition][graphs[0]]]
-    for graph in graphs:
-        for unit, regions in zip(units, manifest.bindings[partition][graph], strict=True):
-            for name, region in regions.items():
-                weight = WeightName(graph, name)
-                unit[weight] = region, region.nbytes(dtypes[weight])
-    return units
 
 
 class _Plans:
@@ -358,7 +276,7 @@ class Plan:
     def enqueue(
         self,
         inputs: Mapping[str, torch.Tensor],
-        weights: Mapping[str, _Weight],
+        weights: Mapping[str, BoundWeight],
         outputs: Mapping[str, torch.Tensor],
         stream: int,
     ) -> dict[str, torch.Tensor]:
@@ -369,7 +287,7 @@ class Plan:
             EngineRunError: TensorRT refuses a shape, an address or the run.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        shapes |= {name: weight.shape for name, weight in weights.items()}
+        shapes |= {name: tuple(weight.region.shape) for name, weight in weights.items()}
         sizes = self._axis_sizes(shapes)
         self._choose(sizes, stream)
         for name, shape in shapes.items():

@@ -8,6 +8,7 @@ from torch import nn
 from export.checkpoint.recipes import QKVLayout
 from plugins.dimensions import DenoiserDimensions
 from plugins.ops.attention import OP as ATTENTION
+from plugins.ops.norm_rotary import OP as NORM_ROTARY
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each [S, half], float32: angles of the leading 2 x half channels of every head."""
@@ -45,11 +46,18 @@ class AttentionInputs(nn.Module):
         self.project = Projections(dimensions.hidden, dimensions.heads, dimensions.head_dim, layout, compute)
         self.query_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
         self.key_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
+        self.eps = dimensions.qk_norm_eps
 
     def inputs(self, x: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows [S, D] to query, key and value, each [S, heads, head_dim]; a row's depend on that row alone."""
         query, key, value = self.project(x)
-        return rotate(self.query_norm(query), rotary), rotate(self.key_norm(key), rotary), value
+        return self._normed(self.query_norm, query, rotary), self._normed(self.key_norm, key, rotary), value
+
+    def _normed(self, norm: nn.RMSNorm, x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        if rotary is None:
+            return norm(x)
+        cos, sin = rotary
+        return NORM_ROTARY(x, norm.weight, cos, sin, self.eps, 2 * cos.shape[-1])
 
 
 class AttentionOutput(nn.Module):

@@ -20,6 +20,7 @@ from export.graphs.feed_forward import FeedForward
 from export.graphs.graph import Axis, Graph, TensorSpec
 from export.graphs.rows import CHUNK_ROWS, ROWS
 from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions
+from plugins.ops.gated_residual import OP as GATED_RESIDUAL
 from plugins.ops.modulated_rms_norm import OP as MODULATED_RMS_NORM
 
 TABLE_ROWS = TIMESTEP_SLOTS * MODALITIES
@@ -73,9 +74,9 @@ class Finish(nn.Module):
     ) -> torch.Tensor:
         """Hidden [R, D] and mixed values [R, heads * head_dim] to hidden [R, D]."""
         gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
-        hidden = hidden + nn.functional.embedding(modulation_index, gate1) * self.attention(mixed)
+        hidden = GATED_RESIDUAL(hidden, self.attention(mixed), gate1, modulation_index)
         x = MODULATED_RMS_NORM(hidden, self.norm2.weight, scale2, shift2, modulation_index, self.eps)
-        return hidden + nn.functional.embedding(modulation_index, gate2) * self.feed_forward(x)
+        return GATED_RESIDUAL(hidden, self.feed_forward(x), gate2, modulation_index)
 
 
 class Block(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from plugins.ops.swiglu import OP as SWIGLU
+
 
 class FeedForward(nn.Module):
     """`down(up * silu(gate))` (spec/model.md 2.2); the first projection holds [gate; up] or [up; gate]."""
@@ -19,4 +21,5 @@ class FeedForward(nn.Module):
         """Rows [S, D] to rows [S, D]."""
         first, second = self.gate_and_up(x).chunk(2, dim=-1)
         gate, up = (first, second) if self.gate_first else (second, first)
-        return self.down(up * nn.functional.silu(gate))
+        result: torch.Tensor = self.down(SWIGLU(gate, up))
+        return result

@@ -17,14 +17,14 @@ def reference(
     query [B, H, S, d], key and value [B, H, K, d]; returns [B, H, S, d]. `TRT_decomposable` is read by TensorRT only:
     1 lets it build the layer from several kernels where it has no fused one (float32); 0 makes such a build fail.
     """
-    return scaled_dot_product_attention(query, key, value, scale=scale)
+    return _laid_out(scaled_dot_product_attention(query, key, value, scale=scale), query)
 
 
 def fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, TRT_decomposable: int
 ) -> torch.Tensor:
-    """A result with the query's shape and dtype."""
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+    """A result with the query's shape, dtype and layout: rows before heads, where the query's rows come first."""
+    return torch.empty_like(query)
 
 
 def cudnn(
@@ -33,7 +33,13 @@ def cudnn(
     """cuDNN's fused kernel: on an H200 nearly twice as fast as the kernel torch picks by itself."""
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
-        return scaled_dot_product_attention(query, key, value, scale=scale)
+        return _laid_out(scaled_dot_product_attention(query, key, value, scale=scale), query)
+
+
+def _laid_out(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The result in the layout that `fake` promises; kernels differ in which one they choose."""
+    promised = torch.empty_like(query)
+    return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
 BODY = "result = Attention <scale: float = @scale> (query, key, value)"

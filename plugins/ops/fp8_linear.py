@@ -97,5 +97,9 @@ _PRODUCT = """
 """
 
 OP = Op(
-    "fp8_linear", reference, fake, scaled_rows(E4M3_MAX) + _PRODUCT, fast=(Fast("cuda", scaled_mm, minimum=(8, 9)),)
+    "fp8_linear",
+    reference,
+    fake,
+    scaled_rows(E4M3_MAX) + _PRODUCT,
+    fast=(Fast("cuda", scaled_mm, minimum=(8, 9), plain=True),),
 )

@@ -93,11 +93,13 @@ def test_block_uses_the_registry_and_never_reshapes_a_weight(emit_denoiser: Emit
         emitted = emit_denoiser(layout, "block", F32)
         assert emitted.census["h3::Attention"] == 1
         assert emitted.census["h3::modulated_rms_norm"] == 2
-        assert emitted.census["ai.onnx::RMSNormalization"] == 2
-        assert emitted.census["ai.onnx::RotaryEmbedding"] == 2
-        assert sorted(f.name for f in emitted.model.functions) == ["Attention", "modulated_rms_norm"]
+        assert emitted.census["h3::norm_rotary"] == 2
+        assert emitted.census["h3::gated_residual"] == 2
+        assert emitted.census["h3::swiglu"] == 1
+        functions = ["Attention", "gated_residual", "modulated_rms_norm", "norm_rotary", "swiglu"]
+        assert sorted(f.name for f in emitted.model.functions) == functions
         users = [n for n in emitted.model.graph.node if set(n.input) & set(emitted.weight_names)]
-        assert {n.op_type for n in users} <= {"Cast", "Gemm", "MatMul", "RMSNormalization", "modulated_rms_norm"}
+        assert {n.op_type for n in users} <= {"Cast", "Gemm", "MatMul", "modulated_rms_norm", "norm_rotary"}
 
 
 def test_attention_may_be_decomposed_only_where_no_fused_kernel_exists(emit_denoiser: Emit) -> None:

@@ -1,0 +1,81 @@
+"""One transformer block: compiled with bound weights, in bfloat16 and with FP8 linears, beside diffusers' block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import host, peer
+from bench.measuring import in_turns, kernels
+from bench.synthetic import DEVICE, PARTITION, draw_input, open_engines, synthetic_store
+from engines.profile import Profile
+from engines.sessions.engine_set import EngineSet
+from export.graphs.block import TABLE_ROWS
+from plugins.dimensions import DenoiserDimensions
+
+PROFILES = {"bfloat16": "h200_inductor", "fp8 linears": "h200_inductor_fp8"}
+
+ROWS = 58_880
+LARGEST_ROWS = 110_592
+
+
+def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict[str, Any]:
+    """Milliseconds of a block on each side, the kernels behind them, and the largest sequence."""
+    engines = {name: open_engines(block_store(folder, profile)) for name, profile in PROFILES.items()}
+    dimensions = engines["bfloat16"].manifest.dimensions.denoiser
+    ours = {name: caller(each, rows) for name, each in engines.items()}
+    theirs = {
+        "diffusers, torch.compile, cuDNN": peer.block(dimensions, rows, compiled=True),
+        "diffusers, eager": peer.block(dimensions, rows, compiled=False),
+    }
+    timings = in_turns({**ours, **theirs})
+    baseline = timings["diffusers, torch.compile, cuDNN"].median
+    sides = {**ours, "diffusers, torch.compile, cuDNN": theirs["diffusers, torch.compile, cuDNN"]}
+    seen = {name: kernels(run) for name, run in sides.items()}
+    work = operations(dimensions, rows)
+    result = {
+        "what": f"one block, {rows} rows, random data",
+        "host": host.describe(),
+        "rows": rows,
+        "operations": work,
+        "sides": {
+            name: {**t.as_json(), "of_peer": t.median / baseline, "tflops": sum(work.values()) / t.median / 1e9}
+            for name, t in timings.items()
+        },
+        "kernels": seen,
+    }
+    del theirs, ours, sides
+    torch.cuda.empty_cache()
+    long = in_turns({name: caller(each, largest) for name, each in engines.items()})
+    result["largest"] = {"rows": largest, "sides": {name: t.as_json() for name, t in long.items()}}
+    return result
+
+
+def block_store(folder: Path, profile: str) -> Any:
+    """A store of the block alone."""
+    return synthetic_store(Profile.load(profile), folder, ("block",))
+
+
+def operations(dimensions: DenoiserDimensions, rows: int) -> dict[str, float]:
+    """Operations of a block's attention and of its matrix products."""
+    size = dimensions
+    matrices = 4 * size.hidden * size.inner + 3 * size.hidden * size.ffn
+    return {"attention": 4.0 * rows * rows * size.inner, "linears": 2.0 * rows * matrices}
+
+
+def caller(engines: EngineSet, rows: int) -> Callable[[], torch.Tensor]:
+    """A call of the block on random rows."""
+    inputs = block_inputs(engines, rows)
+    return lambda: engines.run("block", inputs, 0, PARTITION)["hidden_out"]
+
+
+def block_inputs(engines: EngineSet, rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Random inputs of a block; the angles are angles."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    specs = engines.manifest.graphs["block"].inputs
+    drawn = {spec.name: draw_input(spec, {"rows": rows}, generator, TABLE_ROWS) for spec in specs}
+    drawn["modulation"] *= 0.1
+    return drawn | {"cos": drawn["cos"].cos(), "sin": drawn["cos"].sin()}

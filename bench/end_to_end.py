@@ -1,0 +1,58 @@
+"""A whole request on one GPU, prompt to MP4, with random weights at released dimensions, stage by stage."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import host
+from bench.synthetic import open_engines, synthetic_store
+from engines.profile import Profile
+from runtime.events import Cancellation, Event
+from runtime.pipeline import Pipeline
+from runtime.request import Resolved, resolve
+from runtime.text import Tokenizer
+
+PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
+
+
+def measure(folder: Path, profile: Profile, seconds: int = 10, forwards: int = 4) -> dict[str, Any]:
+    """Seconds of each stage of a request whose engines are warm; the schedule's tables are made anew."""
+    store = synthetic_store(profile, folder)
+    engines = open_engines(store)
+    pipeline = Pipeline(engines, Tokenizer(store.tokenizer_file))
+    pipeline.warm()
+    wanted = {"aspect_ratio": "16:9", "seed": 1}
+    short = {**wanted, "duration": 4, "num_inference_steps": 2}
+    _generate(pipeline, resolve(PROMPT, short, store.manifest.dimensions))
+    torch.cuda.reset_peak_memory_stats()
+    whole = {**wanted, "duration": seconds, "num_inference_steps": forwards}
+    request = resolve(PROMPT, whole, store.manifest.dimensions)
+    stages, size = _generate(pipeline, request)
+    return {
+        "what": f"{request.frames} frames of {request.width}x{request.height}, {forwards} forwards, prompt to MP4",
+        "excludes": "start, and the weights' way to the device; random weights: the picture is noise, slow to encode",
+        "host": host.describe(),
+        "profile": profile.name,
+        "stages_s": stages,
+        "total_s": sum(stages.values()),
+        "mp4_bytes": size,
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def _generate(pipeline: Pipeline, request: Resolved) -> tuple[dict[str, float], int]:
+    """Seconds from the first report of each stage to that of the next, and the size of the MP4."""
+    marks: dict[str, float] = {}
+
+    def mark(event: Event) -> None:
+        if event.stage not in marks:
+            torch.cuda.synchronize()
+            marks[event.stage] = time.perf_counter()
+
+    media = pipeline.generate(request, mark, Cancellation())
+    ends = [*list(marks.values())[1:], time.perf_counter()]
+    return {stage: end - start for (stage, start), end in zip(marks.items(), ends, strict=True)}, len(media)

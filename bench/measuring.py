@@ -1,0 +1,62 @@
+"""Timing on a GPU: sides in turns, by device events, with median and spread."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+ROUNDS = 5
+WARM_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of each round of one side."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Milliseconds."""
+        return statistics.median(self.rounds)
+
+    def as_json(self) -> dict[str, float | list[float]]:
+        """Median and both ends, in milliseconds."""
+        return {"median_ms": self.median, "spread_ms": [min(self.rounds), max(self.rounds)]}
+
+
+def in_turns(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, Timing]:
+    """Times every side once a round, so that whatever drifts meets all of them; warm rounds are left out."""
+    for run in sides.values():
+        for _ in range(WARM_ROUNDS):
+            run()
+    milliseconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            milliseconds[name].append(once(run))
+    return {name: Timing(tuple(values)) for name, values in milliseconds.items()}
+
+
+def once(run: Callable[[], object]) -> float:
+    """Milliseconds that the device takes for one run."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def kernels(run: Callable[[], object], most: int = 25) -> list[dict[str, float | str | int]]:
+    """The kernels of one run, longest first: name, calls, milliseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
+    return [{"kernel": e.key[:120], "calls": e.count, "ms": e.device_time_total / 1e3} for e in events[:most]]

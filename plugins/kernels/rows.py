@@ -1,0 +1,221 @@
+"""Kernels over packed rows: one program a row (or a row's heads), float32 inside, one rounding at the end.
+
+Row numbers are 64-bit wherever they are multiplied: 110,592 rows of the feed-forward pass 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+WARPS = 8
+"""Warps of a program that holds a whole row of some thousands of channels in registers."""
+
+HEADS = 8
+"""Heads that one program of `norm_rotary` turns."""
+
+E4M3_MAX = 448.0
+
+SCALE_FLOOR = 1e-30
+
+
+@triton.jit
+def _store_row(
+    y, out, scales, row, columns, mask, width, QUANTISED: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr
+):
+    """A row as it is, or as E4M3 with its scale."""
+    if QUANTISED:
+        scale = tl.maximum(tl.max(tl.abs(tl.where(mask, y, 0.0)), 0) / LARGEST, FLOOR)
+        tl.store(scales + row, scale)
+        y = tl.minimum(tl.maximum(tl.div_rn(y, scale), -LARGEST), LARGEST)
+    tl.store(out + row * width + columns, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _modulated(
+    x, weight, scale, shift, index, out, scales, width, x_stride, scale_stride, shift_stride, eps,
+    QUANTISED: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    slot = tl.load(index + row)
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    value = value * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    factor = 1 + tl.load(scale + slot * scale_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    value = value * factor + tl.load(shift + slot * shift_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    _store_row(value, out, scales, row, columns, mask, width, QUANTISED, LARGEST, FLOOR)
+
+
+@triton.jit
+def _swiglu(
+    gate, up, out, scales, width, gate_stride, up_stride,
+    QUANTISED: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    opened = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    value = value * opened * tl.sigmoid(opened)
+    _store_row(value, out, scales, row, columns, mask, width, QUANTISED, LARGEST, FLOOR)
+
+
+@triton.jit
+def _quantise(
+    x, out, scales, width, x_stride,
+    LARGEST: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    _store_row(value, out, scales, row, columns, mask, width, True, LARGEST, FLOOR)
+
+
+@triton.jit
+def _norm_rotary(
+    x, weight, cos, sin, out, heads, row_stride, head_stride, cos_stride, sin_stride, eps,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    turning, staying = tl.arange(0, PADDED), tl.arange(0, REST)
+    turns, stays = (turning < HALF)[None, :], (staying < WIDTH - 2 * HALF)[None, :]
+    there = (head < heads)[:, None]
+    source = x + row * row_stride + head[:, None] * head_stride
+    first = tl.load(source + turning[None, :], mask=there & turns, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + turning[None, :], mask=there & turns, other=0.0).to(tl.float32)
+    rest = tl.load(source + 2 * HALF + staying[None, :], mask=there & stays, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
+    factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
+    first = first * factor * tl.load(weight + turning, mask=turning < HALF, other=0.0).to(tl.float32)[None, :]
+    second = second * factor * tl.load(weight + HALF + turning, mask=turning < HALF, other=0.0).to(tl.float32)[None, :]
+    rest = (
+        rest
+        * factor
+        * tl.load(weight + 2 * HALF + staying, mask=staying < WIDTH - 2 * HALF, other=0.0).to(tl.float32)[None, :]
+    )
+    kind = out.dtype.element_ty
+    c = tl.load(cos + row * cos_stride + turning, mask=turning < HALF, other=0.0).to(kind).to(tl.float32)[None, :]
+    s = tl.load(sin + row * sin_stride + turning, mask=turning < HALF, other=0.0).to(kind).to(tl.float32)[None, :]
+    target = out + (row * heads + head[:, None]) * WIDTH
+    tl.store(target + turning[None, :], (first * c - second * s).to(kind), mask=there & turns)
+    tl.store(target + HALF + turning[None, :], (second * c + first * s).to(kind), mask=there & turns)
+    tl.store(target + 2 * HALF + staying[None, :], rest.to(kind), mask=there & stays)
+
+
+@triton.jit
+def _gated(x, update, gate, index, out, width, gate_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    opened = tl.load(gate + tl.load(index + row) * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    change = tl.load(update + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * width + columns, mask=mask, other=0.0).to(tl.float32) + opened * change
+    tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=mask)
+
+
+Quantised = tuple[torch.Tensor, torch.Tensor]
+"""Rows as E4M3 and their scales [S, 1] float32."""
+
+
+def modulated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """As `plugins.ops.modulated_rms_norm.reference`; rows of x, scale and shift may lie apart."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_modulated(x, weight, scale, shift, index, eps, out, out, False)
+    return out
+
+
+def modulated_rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torch.Tensor, eps: float
+) -> Quantised:
+    """The same, its rows quantised before they are ever rounded to x's dtype."""
+    out, scales = _empty_quantised(x)
+    _launch_modulated(x, weight, scale, shift, index, eps, out, scales, True)
+    return out, scales
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As `plugins.ops.swiglu.reference`."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch_swiglu(gate, up, out, out, False)
+    return out
+
+
+def swiglu_fp8(gate: torch.Tensor, up: torch.Tensor) -> Quantised:
+    """The same, its rows quantised."""
+    out, scales = _empty_quantised(gate)
+    _launch_swiglu(gate, up, out, scales, True)
+    return out, scales
+
+
+def quantise_rows(x: torch.Tensor) -> Quantised:
+    """As `plugins.ops.fp8_linear.quantise_rows`, of any dtype, for x [S, K]."""
+    out, scales = _empty_quantised(x)
+    block = triton.next_power_of_2(x.shape[1])
+    _quantise[(len(x),)](
+        x, out, scales, x.shape[1], x.stride(0), LARGEST=E4M3_MAX, FLOOR=SCALE_FLOOR, BLOCK=block, num_warps=WARPS
+    )
+    return out, scales
+
+
+def norm_rotary(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, rotated: int
+) -> torch.Tensor:
+    """As `plugins.ops.norm_rotary.reference`; x's rows and heads may lie apart, as in a packed projection."""
+    rows, heads, width = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = rotated // 2
+    _norm_rotary[rows, triton.cdiv(heads, HEADS)](
+        x, weight, cos, sin, out, heads, x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), eps,
+        WIDTH=width, HALF=half, PADDED=triton.next_power_of_2(half),
+        REST=triton.next_power_of_2(max(1, width - rotated)), HEADS=HEADS,
+    )  # fmt: skip
+    return out
+
+
+def gated_residual(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """As `plugins.ops.gated_residual.reference`, for contiguous x and update; rows of the gate may lie apart."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(x.shape[1])
+    _gated[(len(x),)](x, update, gate, index, out, x.shape[1], gate.stride(0), BLOCK=block, num_warps=WARPS)
+    return out
+
+
+def _empty_quantised(x: torch.Tensor) -> Quantised:
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return values, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+
+
+def _launch_modulated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    index: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scales: torch.Tensor,
+    quantised: bool,
+) -> None:
+    rows, width = x.shape
+    strides = x.stride(0), scale.stride(0), shift.stride(0)
+    _modulated[(rows,)](
+        x, weight, scale, shift, index, out, scales, width, *strides, eps,
+        QUANTISED=quantised, LARGEST=E4M3_MAX, FLOOR=SCALE_FLOOR, BLOCK=triton.next_power_of_2(width), num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _launch_swiglu(
+    gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor, quantised: bool
+) -> None:
+    rows, width = gate.shape
+    _swiglu[(rows,)](
+        gate, up, out, scales, width, gate.stride(0), up.stride(0),
+        QUANTISED=quantised, LARGEST=E4M3_MAX, FLOOR=SCALE_FLOOR, BLOCK=triton.next_power_of_2(width), num_warps=WARPS,
+    )  # fmt: skip
