@@ -43,7 +43,7 @@ def probe(data: bytes, kind: Kind, where: str, start_time_seconds: float = 0.0) 
 
 def _probe_image(data: bytes, where: str) -> ImageFacts:
     name = check_format(data, "image", where)
-    with refusing(where, f"a {name} file", "must be a whole, still image"):
+    with refusing(where, f"{name} file", "must be a whole, still image"):
         width, height = read_still(data, name).shown
     check_sides(width, height, "image", where)
     return ImageFacts(width=width, height=height)
@@ -51,7 +51,7 @@ def _probe_image(data: bytes, where: str) -> ImageFacts:
 
 def _probe_video(data: bytes, where: str, start: float) -> VideoFacts:
     name = check_format(data, "video", where)
-    with refusing(where, f"an {name} file", "must be a whole video"):
+    with refusing(where, f"{name} file", "must be a whole video"):
         movie = read_movie(data)
         if movie.seconds is not None and movie.seconds > SECONDS[1] + SOUNDTRACK_OVERSHOOT:
             check_video_seconds(movie.seconds, where)
