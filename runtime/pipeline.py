@@ -13,6 +13,7 @@ import torch
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore, Manifest
+from plugins.dimensions import TEXT_TAG
 from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.decode import decode_audio, decode_video
@@ -21,9 +22,9 @@ from runtime.encoder import TextEncoder
 from runtime.events import Cancellation, Event, Reporter
 from runtime.intake import Intake
 from runtime.mux import MediaOptions, Mp4Writer
-from runtime.packing import Layout, patchify_video, t2va_layout, unpack_audio, unpatchify_video
+from runtime.packing import Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.request import Resolved
-from runtime.rng import InitialNoise, NoiseGenerators, initial_noise
+from runtime.rng import Noise, draw_noise
 from runtime.schedule import Schedule
 from runtime.text import Tokenizer
 
@@ -113,14 +114,11 @@ class Pipeline:
     def _stage(self, stage: PipelineStage) -> AbstractContextManager[None]:
         return self._engines.stage(stage_graphs(self.manifest)[stage])
 
-    def noise(self, resolved: Resolved) -> InitialNoise:
+    def noise(self, resolved: Resolved) -> Noise:
         """The initial state that the request's seed and seed convention stand for."""
-        return initial_noise(
-            NoiseGenerators.seeded(resolved.seed, resolved.seed_convention),
-            (self._dimensions.denoiser.video_channels, *_latent_grid(resolved)),
-            resolved.audio_latents,
-            self._dimensions.denoiser.audio_channels,
-        )
+        channels = self._dimensions.denoiser.video_channels, self._dimensions.denoiser.audio_channels
+        grid = _latent_grid(resolved)
+        return draw_noise(resolved.seed, resolved.seed_convention, (), grid, resolved.audio_latents, channels)
 
     def _reporter(self, progress: Progress) -> Reporter:
         return Reporter(progress, self._clock)
@@ -143,7 +141,8 @@ class Pipeline:
     def layout(self, resolved: Resolved, text_rows: int) -> Layout:
         """The packed rows of a request whose prompt has `text_rows` tokens."""
         patch = self._dimensions.denoiser.patch
-        return t2va_layout(text_rows, *_latent_grid(resolved), resolved.audio_latents, patch)
+        tags = torch.full((text_rows,), TEXT_TAG)
+        return layout(tags, (), *_latent_grid(resolved), resolved.audio_latents, patch)
 
     def _denoise(
         self, resolved: Resolved, text: torch.Tensor, report: Reporter, cancellation: Cancellation
