@@ -105,11 +105,11 @@ def export(
     from export.checkpoint import Checkpoint
     from export.compare import compare
     from export.emit import emit
-    from export.graphs.t2va import Compute as Dtypes
-    from export.graphs.t2va import check_consumption, t2va_graphs
+    from export.graphs.model import Compute as Dtypes
+    from export.graphs.model import check_consumption, model_graphs
 
     opened = Checkpoint.open(checkpoint)
-    graphs = t2va_graphs(opened, partition.value, Dtypes.uniform(getattr(torch, compute.value)))
+    graphs = model_graphs(opened, partition.value, Dtypes.uniform(getattr(torch, compute.value)))
     check_consumption(opened, graphs, partition.value)
     out.mkdir(parents=True, exist_ok=True)
     rows = []

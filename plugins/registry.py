@@ -8,10 +8,12 @@ from plugins.ops import (
     attention,
     dense_attention,
     fp8_linear,
+    frame_norm,
     modulated_rms_norm,
     nvfp4_linear,
     sage_attention,
     skip_softmax_attention,
+    snake,
 )
 
 REGISTRY: tuple[Op, ...] = (
@@ -19,10 +21,12 @@ REGISTRY: tuple[Op, ...] = (
     attention.OP,
     dense_attention.OP,
     fp8_linear.OP,
+    frame_norm.OP,
     modulated_rms_norm.OP,
     nvfp4_linear.OP,
     sage_attention.OP,
     skip_softmax_attention.OP,
+    snake.OP,
 )
 
 

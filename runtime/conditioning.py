@@ -60,7 +60,7 @@ def video_moments(
     frames: Iterable[torch.Tensor], encode_tile: EncodeTile, dimensions: VideoVAEDimensions, units: Units
 ) -> torch.Tensor:
     """Means and log variances float32 [1, 48, T, h, w] on the CPU of the posterior of frames uint8 [H, W, 3]."""
-    source, clips = iter(frames), []
+    source, clips = iter(frames), list[torch.Tensor]()
     while clip := list(itertools.islice(source, dimensions.clip_frames)):
         single = not clips and len(clip) == 1
         clip += [] if single else [clip[-1]] * (dimensions.clip_frames - len(clip))
@@ -101,7 +101,7 @@ def condition_sound(waveform: torch.Tensor, encode: EncodeSound, dimensions: Aud
 def _encode_clip(
     clip: torch.Tensor, encode_tile: EncodeTile, dimensions: VideoVAEDimensions, units: Units
 ) -> torch.Tensor:
-    """Moments float32 [48, 1 or 5, h, w] of one clip uint8 [1 or 17, H, W, 3]: its tiles, blended on the latent grid."""
+    """Moments float32 [48, 1 or 5, h, w] of one clip uint8 [1 or 17, H, W, 3], its tiles blended."""
     frames, height, width, _ = clip.shape
     grid = tile_grid(height, width, dimensions)
     if min(height, width) < dimensions.tile:

@@ -111,6 +111,12 @@ class Units:
         self._finished += 1
         self._report(self._stage, self._finished, self._total)
 
+    def reach(self, count: int) -> None:
+        """Counts units as done that need not be: so many are done at least."""
+        if count > self._finished:
+            self._finished = count
+            self._report(self._stage, count, self._total)
+
     def check(self, what: str) -> None:
         """Raises Cancelled before a part of a unit, naming it, if the request has been asked to stop."""
         self._cancellation.raise_if_cancelled(what)

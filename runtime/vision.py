@@ -44,7 +44,7 @@ class VisionEncoder:
         with units.one(f"vision encoder, picture of {grid[0]} x {grid[1]} patches"):
             hidden = self._run("embed", inputs)["hidden"]
             cos, sin = (angles.to(self._engines.device) for angles in vision_rotary(grid, size))
-            deepstack = []
+            deepstack: list[torch.Tensor] = []
             for block in range(size.depth):
                 units.check(f"vision encoder block {block + 1} of {size.depth}")
                 hidden = self._run("block", {"hidden": hidden, "cos": cos, "sin": sin}, block)["hidden_out"]

@@ -16,10 +16,10 @@ import json, sys, time
 import torch
 from export.checkpoint import Checkpoint
 from export.emit import emit
-from export.graphs.t2va import Compute, check_consumption, t2va_graphs
+from export.graphs.model import Compute, check_consumption, model_graphs
 
 checkpoint = Checkpoint.open(sys.argv[1])
-graphs = t2va_graphs(checkpoint, "fl2va", Compute.uniform(torch.bfloat16))
+graphs = model_graphs(checkpoint, "fl2va", Compute.uniform(torch.bfloat16))
 check_consumption(checkpoint, graphs, "fl2va")
 report = {}
 for graph in graphs:
