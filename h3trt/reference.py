@@ -97,7 +97,8 @@ class ReferencePipeline:
         """
         recorder = _Recorder()
         pipeline = _pipeline(request.task, recorder, self._components | self._transformer(request.task))
-        pipeline.update_components(reference_image_short_edge=request.reference_short_edge)
+        if request.task == "ref2va":
+            pipeline.update_components(reference_image_short_edge=request.reference_short_edge)
         wanted = [*_OUTPUTS, *_CONDITION_ROWS, "row_timestep_plan", "latents", "audio_latents", "videos", "audio"]
         found = pipeline(
             prompt=request.prompt,

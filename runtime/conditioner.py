@@ -12,9 +12,10 @@ from runtime.encoder import Placed
 from runtime.events import Units
 from runtime.packing import patchify_video
 from runtime.presentation import Presentation, VisionBlock
+from runtime.processor import vision_patches
 from runtime.reference_pixels import ReferencePixels
 from runtime.references import Reference
-from runtime.vision import VisionEncoder, vision_patches
+from runtime.vision import VisionEncoder
 
 CONDITIONING = ("video_encoder_tile", "audio_encoder")
 """The graphs that make condition rows."""

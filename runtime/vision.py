@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import interpolate
 
 from engines.sessions.engine_set import EngineSet
-from plugins.dimensions import Processor, VisionDimensions
+from plugins.dimensions import VisionDimensions
 from runtime.events import Units
 
 VISION = ("vision_encoder.embed", "vision_encoder.block", "vision_encoder.merger", "vision_encoder.deepstack")
@@ -91,26 +89,6 @@ def vision_rotary(grid: tuple[int, int], dimensions: VisionDimensions) -> tuple[
     angles = [places.unsqueeze(-1).float() * inverse for places in patch_places(grid, dimensions.merge)]
     full = torch.cat([*angles, *angles], dim=-1)
     return full.cos(), full.sin()
-
-
-def vision_patches(frames: Sequence[torch.Tensor], grid: tuple[int, int], processor: Processor) -> torch.Tensor:
-    """Patches float32 [4n, 1536] of one picture (uint8 [H, W, 3]) or of the frames of one temporal patch.
-
-    Resized to the grid, normalised, and cut in merge order, each patch channel by channel, frame by frame: what
-    Qwen3-VL's processors do (transformers' Qwen2VLImageProcessor and Qwen3VLVideoProcessor on torchvision). A single
-    picture is repeated to the length of a temporal patch.
-    """
-    pixels = torch.stack([frame.permute(2, 0, 1) for frame in frames])
-    size = (grid[0] * processor.patch, grid[1] * processor.patch)
-    if tuple(pixels.shape[-2:]) != size:
-        # On uint8, as the processors do it: the result is rounded before it is normalised.
-        pixels = interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
-    mean, std = (255.0 * torch.tensor(values).view(3, 1, 1) for values in (processor.mean, processor.std))
-    values = (pixels.float() - mean) / std
-    values = torch.cat([values, *[values[-1:]] * (processor.temporal_patch - len(values))])
-    merge, patch = processor.merge, processor.patch
-    cells = values.reshape(len(values), 3, grid[0] // merge, merge, patch, grid[1] // merge, merge, patch)
-    return cells.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(grid[0] * grid[1], -1)
 
 
 def _taps(cells: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from eager_vision import EagerEncoder
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from export.checkpoint import Checkpoint, materialise
@@ -19,7 +15,7 @@ from export.miniature import write_miniature
 from plugins.dimensions import Dimensions
 from runtime.encoder import Placed, TextEncoder, mrope_positions
 from runtime.events import Cancellation, Cancelled, Event, Reporter, Units
-from runtime.vision import Picture, VisionEncoder, position_interpolation, vision_patches, vision_rotary
+from runtime.vision import Picture, VisionEncoder, position_interpolation, vision_rotary
 
 Grid = tuple[int, int]
 Kinds = tuple[tuple[int, int, Grid], ...]
@@ -90,45 +86,6 @@ def test_rotary_tables_are_those_of_transformers(
     expected = model.model.visual.rotary_pos_emb(torch.empty(0), places)
     for ours, theirs in zip(vision_rotary((rows, columns), dimensions.vision), expected, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def picture(height: int, width: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def test_an_image_becomes_the_patches_of_transformers_processor(dimensions: Dimensions) -> None:
-    processor = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": 65536, "longest_edge": 16777216},
-        patch_size=16,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-    )
-    pixels = picture(256, 320)
-    expected = processor(images=[Image.fromarray(pixels.numpy())], return_tensors="pt")
-    found = vision_patches([pixels], (16, 20), dimensions.processor)
-    assert expected["image_grid_thw"].tolist() == [[1, 16, 20]]
-    # It divides by 255 and normalises in two roundings, where the one on torchvision, the release's, has one.
-    assert (found - expected["pixel_values"]).abs().max() < 2e-7
-
-
-def test_a_pair_of_frames_becomes_one_block_of_transformers_processor(dimensions: Dimensions) -> None:
-    frames = [picture(64, 96, seed) for seed in range(3)]
-    values = (torch.stack(frames).permute(0, 3, 1, 2).float() - 127.5) / 127.5
-    expected, *grid = Qwen3VLVideoProcessor().patchify(values[None], 16, 2, 2)
-    assert grid == [2, 4, 6]
-    for block, pair in enumerate([frames[:2], frames[2:]]):
-        found = vision_patches(pair, (4, 6), dimensions.processor)
-        assert torch.equal(found, expected[0, block * 24 : (block + 1) * 24])
-
-
-def test_pictures_are_resized_as_pillow_does_within_a_level(dimensions: Dimensions) -> None:
-    """Pillow rounds between its two passes and torch does too, but to other fractions."""
-    smooth = torch.nn.functional.interpolate(torch.rand(1, 3, 5, 5), (192, 256), mode="bicubic").clamp(0, 1)[0]
-    pixels = (255 * smooth).to(torch.uint8).permute(1, 2, 0).contiguous()
-    resized = Image.fromarray(pixels.numpy()).resize((96, 64), Image.Resampling.BICUBIC)
-    found = vision_patches([pixels], (4, 6), dimensions.processor)
-    expected = vision_patches([torch.from_numpy(np.array(resized))], (4, 6), dimensions.processor)
-    assert (found - expected).abs().max() <= 1.01 / 127.5
 
 
 def prompt(kinds: Kinds, dimensions: Dimensions) -> tuple[torch.Tensor, list[int], list[Grid]]:
