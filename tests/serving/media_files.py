@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image
@@ -12,6 +12,7 @@ from PIL import Image
 from runtime.contract import MEDIA_BYTES
 from runtime.media.facts import Facts, ImageFacts, Kind, VideoFacts
 from runtime.media.limits import LIMITS, MIB
+from runtime.reference_kinds import INPUTS
 from tests.media.clips import Track, even, noise, picture, saved, sound, video, wav
 
 Files = Mapping[Kind, Sequence[bytes]]
@@ -47,33 +48,27 @@ def files_of(media: Sequence[Facts]) -> Files:
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit: `within` is at it and taken, `beyond` is one past it and refused at `where` for `rule`."""
+    """A limit: `within` makes files at it, which are taken; `beyond` ones past it, refused at `where` for `rule`."""
 
     name: str
-    within: Files
-    beyond: Files
+    within: Callable[[], Files]
+    beyond: Callable[[], Files]
     where: str
     rule: str
-    params: Mapping[str, Any] | None = None
-    beyond_params: Mapping[str, Any] | None = None
-
-    def request(self, beyond: bool) -> tuple[dict[str, Any], Files]:
-        """The parameters and the files."""
-        params = (self.beyond_params if beyond else None) or self.params or {}
-        return {**REF, **params}, self.beyond if beyond else self.within
-
-
-def limits() -> list[Limit]:
-    """Every limit of images, videos and sounds, and of all together."""
-    return [*_images(), *_videos(), *_sounds(), *_together()]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    beyond_params: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _still(width: int, height: int) -> bytes:
     return saved(Image.new("RGB", (width, height), (200, 30, 30)), "PNG")
 
 
+def _jpeg(size: int) -> bytes:
+    """An image of exactly that many bytes: readers of JPEG do not look behind its end."""
+    return _padded(saved(picture(), "JPEG"), size)
+
+
 def _padded(data: bytes, size: int) -> bytes:
-    """A file of exactly that many bytes; readers of JPEG, MP4 and WAV do not look behind their end."""
     return data + bytes(size - len(data))
 
 
@@ -83,101 +78,97 @@ def _boxed(data: bytes, size: int) -> bytes:
     return data + rest.to_bytes(4, "big") + b"free" + bytes(rest - 8)
 
 
-def _images() -> list[Limit]:
-    def sides(name: str, within: tuple[int, int], beyond: tuple[int, int], rule: str) -> Limit:
-        return Limit(name, {"image": [_still(*within)]}, {"image": [_still(*beyond)]}, "IMAGES[0]", rule)
-
-    jpeg, most = saved(picture(), "JPEG"), LIMITS["image"].bytes_maximum
-    rule = f"at most {most} bytes"
-    return [
-        sides("smallest side", (256, 256), (255, 256), "from 256 to 5760 px"),
-        sides("largest side", (5760, 2304), (5761, 2400), "from 256 to 5760 px"),
-        sides("widest", (640, 256), (641, 256), "from 0.4 to 2.5"),
-        sides("narrowest", (256, 640), (256, 641), "from 0.4 to 2.5"),
-        Limit("image bytes", {"image": [_padded(jpeg, most)]}, {"image": [bytes(most + 1)]}, "IMAGES[0]", rule),
-    ]
-
-
+@functools.cache
 def _clip(seconds: float, fps: float = 24, track: float = 0) -> bytes:
     return video(even(seconds, fps), track=Track(track) if track else None)
 
 
-def _videos() -> list[Limit]:
-    def one(name: str, within: bytes, beyond: bytes, rule: str) -> Limit:
-        return Limit(name, {"video": [within]}, {"video": [beyond]}, "VIDEOS[0]", rule)
+def _pcm(seconds: float, rate: int = 8000, channels: int = 1) -> bytes:
+    return wav(noise(seconds, rate, channels), rate)
 
-    most = LIMITS["video"].bytes_maximum
-    start = Limit(
+
+def _one(name: str, kind: Kind, within: Callable[[], bytes], beyond: Callable[[], bytes], rule: str) -> Limit:
+    """A limit of one file; a sound has an image beside it."""
+
+    def files(make: Callable[[], bytes]) -> Files:
+        return {**({"image": [_still(256, 256)]} if kind == "audio" else {}), kind: [make()]}
+
+    return Limit(name, lambda: files(within), lambda: files(beyond), f"{INPUTS[kind]}[0]", rule)
+
+
+def _large(kind: Kind, within: Callable[[int], bytes]) -> Limit:
+    most = LIMITS[kind].bytes_maximum
+    rule = f"must have at most {most // MIB} MiB ({most} bytes)"
+    return _one(f"{kind} bytes", kind, lambda: within(most), lambda: bytes(most + 1), rule)
+
+
+_SIDES, _RATIOS = "from 256 to 5760 px", "from 0.4 to 2.5"
+_SECONDS, _TOGETHER = "must last from 2 to 15 s", "15 s in all"
+_RATES = "from 23.976 to 60 frames a second"
+_PART = 22 * MIB
+_REST = MEDIA_BYTES - 2 * _PART
+
+MEDIA_LIMITS: tuple[Limit, ...] = (
+    _one("smallest side", "image", lambda: _still(256, 256), lambda: _still(255, 256), _SIDES),
+    _one("largest side", "image", lambda: _still(5760, 2304), lambda: _still(5761, 2400), _SIDES),
+    _one("widest", "image", lambda: _still(640, 256), lambda: _still(641, 256), _RATIOS),
+    _one("narrowest", "image", lambda: _still(256, 640), lambda: _still(256, 641), _RATIOS),
+    _large("image", _jpeg),
+    _one("shortest video", "video", lambda: _clip(2), lambda: _clip(1.9), _SECONDS),
+    _one("longest video", "video", lambda: _clip(15), lambda: _clip(15.1), _SECONDS),
+    _one("slowest video", "video", lambda: _clip(3, 23.976), lambda: _clip(3, 23), _RATES),
+    _one("fastest video", "video", lambda: _clip(3, 60), lambda: _clip(3, 61), _RATES),
+    _one("video side", "video", lambda: _clip(2), lambda: video(even(2, 24), size=(254, 256)), _SIDES),
+    _large("video", lambda most: _boxed(_clip(2), most)),
+    _one("soundtrack", "video", lambda: _clip(15, track=15), lambda: _clip(15, track=16), "must last"),
+    Limit(
         "start that leaves 2 s",
-        {"video": [_clip(3)]},
-        {"video": [_clip(3)]},
+        lambda: {"video": [_clip(3)]},
+        lambda: {"video": [_clip(3)]},
         "VIDEOS[0]",
         "leave 2 s of the video",
         {"start_time_seconds": 1},
         {"start_time_seconds": 1.01},
-    )
-    return [
-        one("shortest video", _clip(2), _clip(1.9), "must last from 2 to 15 s"),
-        one("longest video", _clip(15), _clip(15.1), "must last from 2 to 15 s"),
-        one("slowest video", _clip(3, 23.976), _clip(3, 23), "from 23.976 to 60 frames a second"),
-        one("fastest video", _clip(3, 60), _clip(3, 61), "from 23.976 to 60 frames a second"),
-        one("video side", _clip(2), video(even(2, 24), size=(254, 256)), "from 256 to 5760 px"),
-        one("video bytes", _boxed(_clip(2), most), bytes(most + 1), f"at most {most} bytes"),
-        one("soundtrack", _clip(15, track=15), _clip(2, track=16), "must last"),
-        start,
-    ]
-
-
-def _sounds() -> list[Limit]:
-    still = [_still(256, 256)]
-
-    def one(name: str, within: bytes, beyond: bytes, rule: str) -> Limit:
-        files: list[Files] = [{"image": still, "audio": [data]} for data in (within, beyond)]
-        return Limit(name, files[0], files[1], "AUDIOS[0]", rule)
-
-    def pcm(seconds: float, rate: int = 8000, channels: int = 1) -> bytes:
-        return wav(noise(seconds, rate, channels), rate)
-
-    most = LIMITS["audio"].bytes_maximum
-    return [
-        one("shortest sound", pcm(2), pcm(1.99), "must last from 2 to 15 s"),
-        one("longest sound", pcm(15), pcm(15.01), "must last from 2 to 15 s"),
-        one("lowest rate", pcm(2, 8000), pcm(2, 7999), "from 8000 to 192000"),
-        one("most channels", pcm(2, channels=2), sound(noise(2, 8000, 6), 8000, "pcm_s16le", "wav"), "mono or stereo"),
-        one("sound bytes", _padded(pcm(2), most), bytes(most + 1), f"at most {most} bytes"),
-    ]
-
-
-def _together() -> list[Limit]:
-    seven, eight = _clip(7.5), _clip(7.6)
-    voice, longer = (wav(noise(seconds, 8000, 1), 8000) for seconds in (7.5, 7.6))
-    spoken = _clip(10, track=10)
-    still = _still(256, 256)
-    jpeg, part = saved(picture(), "JPEG"), 22 * MIB
-    rest = MEDIA_BYTES - 2 * part
-    whole = [_padded(jpeg, part), _padded(jpeg, part)]
-    return [
-        Limit("videos together", {"video": [seven, seven]}, {"video": [seven, eight]}, "VIDEOS[1]", "15 s in all"),
-        Limit(
-            "sounds together",
-            {"image": [still], "audio": [voice, voice]},
-            {"image": [still], "audio": [voice, longer]},
-            "AUDIOS[1]",
-            "15 s in all",
-        ),
-        # Soundtracks have a budget of their own, beside that of sounds.
-        Limit(
-            "soundtrack beside a sound",
-            {"video": [spoken], "audio": [wav(noise(10, 8000, 1), 8000)]},
-            {"video": [_clip(5, track=7), _clip(5, track=9)]},
-            "VIDEOS[1]",
-            "15 s in all",
-        ),
-        Limit(
-            "bytes together",
-            {"image": [*whole, _padded(jpeg, rest)]},
-            {"image": [*whole, _padded(jpeg, rest + 1)]},
-            "IMAGES[2]",
-            f"at most {MEDIA_BYTES} bytes together",
-        ),
-    ]
+    ),
+    _one("shortest sound", "audio", lambda: _pcm(2), lambda: _pcm(1.99), _SECONDS),
+    _one("longest sound", "audio", lambda: _pcm(15), lambda: _pcm(15.01), _SECONDS),
+    _one("lowest rate", "audio", lambda: _pcm(2, 8000), lambda: _pcm(2.1, 7999), "from 8000 to 192000"),
+    _one(
+        "most channels",
+        "audio",
+        lambda: _pcm(2, channels=2),
+        lambda: sound(noise(2.1, 8000, 6), 8000, "pcm_s16le", "wav"),
+        "mono or stereo",
+    ),
+    _large("audio", lambda most: _padded(_pcm(2), most)),
+    Limit(
+        "videos together",
+        lambda: {"video": [_clip(7.5), _clip(7.5)]},
+        lambda: {"video": [_clip(7.5), _clip(7.6)]},
+        "VIDEOS[1]",
+        _TOGETHER,
+    ),
+    Limit(
+        "sounds together",
+        lambda: {"image": [_still(256, 256)], "audio": [_pcm(7.5), _pcm(7.5)]},
+        lambda: {"image": [_still(256, 256)], "audio": [_pcm(7.5), _pcm(7.6)]},
+        "AUDIOS[1]",
+        _TOGETHER,
+    ),
+    # Soundtracks have a budget of their own, beside that of sounds.
+    Limit(
+        "soundtracks beside sounds",
+        lambda: {"video": [_clip(10, track=10)], "audio": [_pcm(10)]},
+        lambda: {"video": [_clip(7, track=7), _clip(8, track=9)], "audio": [_pcm(2)]},
+        "VIDEOS[1]",
+        _TOGETHER,
+    ),
+    Limit(
+        "bytes together",
+        lambda: {"image": [_jpeg(_PART), _jpeg(_PART), _jpeg(_REST)]},
+        lambda: {"image": [_jpeg(_PART), _jpeg(_PART), _jpeg(_REST + 1)]},
+        "references",
+        f"at most {MEDIA_BYTES} bytes together",
+    ),
+)
+"""Every limit of images, videos and sounds, and of all together."""
