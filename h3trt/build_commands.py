@@ -197,8 +197,8 @@ def verify(
 ) -> None:
     """Compare the engines with torch and the whole pipeline with diffusers, on the engines' own checkpoint.
 
-    Takes a clip of 5 s at 256x256, the smallest that diffusers generates. Ends with exit code 6 if a number is over
-    its limit.
+    Takes a clip of 5 s at 256x256, the smallest that diffusers generates, of each task that the engines serve. Ends
+    with exit code 6 if a number is over its limit.
     """
     from engines.store import write_atomically
     from h3trt.verify import verify as run

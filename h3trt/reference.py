@@ -36,10 +36,11 @@ from runtime.denoiser import State
 from runtime.references import Reference as ResolvedReference
 from runtime.request import Resolved
 
-_OUTPUTS = ("prompt_embeds", "token_tags", "position_ids", "text_indices", "audio_indices", "video_indices")
-_CONDITION_ROWS = ("num_condition_video_rows", "num_condition_audio_rows")
+_LAYOUT = ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices")
+_COUNTS = ("num_condition_video_rows", "num_condition_audio_rows", "row_timestep_plan")
+_DECODE = ("decode.video", "decode.audio")
 
-_REFERENCES = {
+_REFERENCES: Mapping[str, Any] = {
     "image": MiniMaxH3ImageReference,
     "video": MiniMaxH3VideoReference,
     "audio": MiniMaxH3AudioReference,
@@ -47,13 +48,21 @@ _REFERENCES = {
 
 
 @dataclass(frozen=True, eq=False)
+class ReferenceMedia:
+    """A decoded clip: frames uint8 [F, H, W, 3]; waveform float32 [2, 800 A]."""
+
+    frames: torch.Tensor
+    waveform: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Reference:
     """What diffusers computed for one request, stage by stage.
 
     text [L, text_dim]; token_tags [S], position_ids [S, 3] and the index tensors as its layout step made them;
-    timesteps: float32 [S] for each step, that of every row; conditions: rows that no step changes; noise and steps:
-    the rows of the clip before the loop and after each step; latents [1, 24, T, h, w] and [2, 32, A]; frames uint8
-    [F, H, W, 3]; waveform float32 [2, 800 A].
+    timesteps: float32 [S] for each step, that of every row; condition_latents: [1, 24, T, h, w] of each picture and
+    video, clean; conditions: rows that no step changes; noise and steps: the rows of the clip before the loop and after
+    each step; latents [1, 24, T, h, w] and [2, 32, A]; media: what they decode to, if that was asked for.
     """
 
     text: torch.Tensor
@@ -63,13 +72,13 @@ class Reference:
     audio_indices: torch.Tensor
     video_indices: torch.Tensor
     timesteps: tuple[torch.Tensor, ...]
+    condition_latents: tuple[torch.Tensor, ...]
     conditions: State
     noise: State
     steps: tuple[State, ...]
     video_latents: torch.Tensor
     audio_latents: torch.Tensor
-    frames: torch.Tensor
-    waveform: torch.Tensor
+    media: ReferenceMedia | None
 
 
 class ReferencePipeline:
@@ -89,17 +98,16 @@ class ReferencePipeline:
             "audio_scheduler": MiniMaxH3Scheduler(shift=checkpoint.dimensions.audio_shift),
         }
 
-    def run(self, request: Resolved, media: Sequence[bytes] = ()) -> Reference:
+    def run(self, request: Resolved, media: Sequence[bytes] = (), decode: bool = True) -> Reference:
         """Generates the request's first output; `media`: the files of its references, which diffusers decodes.
 
         diffusers refuses clips under 5 seconds and shifts other than the checkpoint's, stretches keyframes as
         `keyframe_geometry` diffusers says, and knows no start times: ValueError for a request that has one.
         """
         recorder = _Recorder()
-        pipeline = _pipeline(request.task, recorder, self._components | self._transformer(request.task))
-        if request.task == "ref2va":
-            pipeline.update_components(reference_image_short_edge=request.reference_short_edge)
-        wanted = [*_OUTPUTS, *_CONDITION_ROWS, "row_timestep_plan", "latents", "audio_latents", "videos", "audio"]
+        components = self._components | self._transformer(request.task)
+        pipeline = _pipeline(request, recorder, components, decode)
+        arguments = _conditions(request, media) | ({"output_type": "np"} if decode else {})
         found = pipeline(
             prompt=request.prompt,
             width=request.width,
@@ -107,24 +115,22 @@ class ReferencePipeline:
             num_frames=request.frames,
             num_inference_steps=request.sigma_points,
             generator=torch.Generator("cpu").manual_seed(request.seed),
-            output_type="np",
-            output=wanted,
-            **_conditions(request, media),
+            output=_outputs(request, decode),
+            **arguments,
         )
-        frames = torch.from_numpy(found["videos"][0]).mul(255).round().to(torch.uint8)
-        conditions = tuple(found[name] for name in _CONDITION_ROWS)
+        conditions = (found["num_condition_video_rows"], found["num_condition_audio_rows"])
         noise, *steps = (_clip(state, conditions) for state in recorder.states)
         return Reference(
             text=found["prompt_embeds"][0],
-            **{name: found[name] for name in _OUTPUTS[1:]},
+            **{name: found[name] for name in _LAYOUT},
             timesteps=tuple(distinct[indices] for distinct, indices in found["row_timestep_plan"]),
+            condition_latents=tuple(found.get("condition_latents", ())),
             conditions=_leading(recorder.states[0], conditions),
             noise=noise,
             steps=tuple(steps),
             video_latents=found["latents"],
             audio_latents=found["audio_latents"],
-            frames=frames,
-            waveform=found["audio"][0],
+            media=_media(found) if decode else None,
         )
 
     def _transformer(self, task: str) -> dict[str, Any]:
@@ -137,6 +143,15 @@ class ReferencePipeline:
     @cached_property
     def _ref2va(self) -> MiniMaxH3Transformer3DModel:
         return _transformer(self._checkpoint, "ref2va")
+
+
+def _outputs(request: Resolved, decode: bool) -> list[str]:
+    encoded = ["condition_latents"] if request.references else []
+    return ["prompt_embeds", *_LAYOUT, *_COUNTS, *encoded, "latents", "audio_latents", *(["videos", "audio"] * decode)]
+
+
+def _media(found: Mapping[str, Any]) -> ReferenceMedia:
+    return ReferenceMedia(torch.from_numpy(found["videos"][0]).mul(255).round().to(torch.uint8), found["audio"][0])
 
 
 def _conditions(request: Resolved, media: Sequence[bytes]) -> dict[str, Any]:
@@ -209,13 +224,17 @@ class _RecordStep(ModularPipelineBlocks):
         return components, block_state
 
 
-def _pipeline(task: str, recorder: _Recorder, components: Mapping[str, Any]) -> ModularPipeline:
-    blocks = MiniMaxH3Blocks().get_workflow(task)
+def _pipeline(request: Resolved, recorder: _Recorder, components: Mapping[str, Any], decode: bool) -> ModularPipeline:
+    blocks = MiniMaxH3Blocks().get_workflow(request.task)
     (loop,) = (block for block in blocks.sub_blocks.values() if isinstance(block, MiniMaxH3DenoiseLoopWrapper))
     loop.sub_blocks.insert("record_start", recorder.block(start=True), 0)
     loop.sub_blocks.insert("record_end", recorder.block(start=False), len(loop.sub_blocks))
+    for name in () if decode else _DECODE:
+        blocks.sub_blocks.pop(name)
     pipeline = blocks.init_pipeline()
-    pipeline.update_components(**components)
+    pipeline.update_components(**{name: components[name] for name in components if name in pipeline.component_names})
+    if request.task == "ref2va":
+        pipeline.update_components(reference_image_short_edge=request.reference_short_edge)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

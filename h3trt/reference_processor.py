@@ -2,12 +2,12 @@
 
 transformers' Qwen3VLProcessor and its video half do not load without torchvision, which has no build for the torch of a
 CPU host. What they compute is here put together from the parts of transformers that load: its Pillow image processor,
-its video processor's smart_resize and patchify, its fused mean and scale, and its own token types.
+its video processor's smart_resize and patchify, and its own token types.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,12 +36,20 @@ class ReferenceProcessor:
 
     def create_mm_token_type_ids(self, token_ids: list[list[int]]) -> list[list[int]]:
         """0 for a token of text, 1 of an image, 2 of a video, as transformers decides it."""
-        found: list[list[int]] = Qwen3VLProcessor.create_mm_token_type_ids(self, token_ids)
+        found: list[list[int]] = Qwen3VLProcessor.create_mm_token_type_ids(cast(Qwen3VLProcessor, self), token_ids)
         return found
 
 
-class VideoProcessor(Qwen3VLVideoProcessor):
-    """transformers' video processor with torch in the place of torchvision's two functions: resize and normalise."""
+class VideoProcessor:
+    """transformers' video processor, with torch in the place of torchvision's two functions: resize and normalise."""
+
+    def __init__(self, **sizes: Any) -> None:
+        self._theirs = Qwen3VLVideoProcessor(**sizes)
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames of a patch."""
+        return self._theirs.temporal_patch_size
 
     def __call__(self, videos: list[NDArray[np.uint8]], do_sample_frames: bool, return_tensors: str) -> dict[str, Any]:
         """Patches and grids of videos uint8 [frames, height, width, 3], none of whose frames is left out."""
@@ -52,27 +60,23 @@ class VideoProcessor(Qwen3VLVideoProcessor):
         return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
 
     def _prepared(self, video: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        frames, _, height, width = video.shape
+        theirs, (frames, _, height, width) = self._theirs, video.shape
         size = smart_resize(
             frames,
             height,
             width,
-            temporal_factor=self.temporal_patch_size,
-            factor=self.patch_size * self.merge_size,
-            min_pixels=self.size["shortest_edge"],
-            max_pixels=self.size["longest_edge"],
+            temporal_factor=theirs.temporal_patch_size,
+            factor=theirs.patch_size * theirs.merge_size,
+            min_pixels=theirs.size["shortest_edge"],
+            max_pixels=theirs.size["longest_edge"],
         )
-        # torchvision resizes uint8 on a CPU with this very function.
+        # torchvision resizes uint8 on a CPU with this very function, and transformers has it divide by 255 and
+        # normalise at once.
         resized = interpolate(video, size, mode="bicubic", antialias=True, align_corners=False)
-        mean, std, _ = self._fuse_mean_std_and_rescale_factor(
-            do_normalize=True,
-            image_mean=self.image_mean,
-            image_std=self.image_std,
-            do_rescale=True,
-            rescale_factor=self.rescale_factor,
-        )
-        values = (resized.float() - torch.as_tensor(mean).view(3, 1, 1)) / torch.as_tensor(std).view(3, 1, 1)
-        patches, *grid = self.patchify(values[None], self.patch_size, self.merge_size, self.temporal_patch_size)
+        scale = 1.0 / theirs.rescale_factor
+        mean, std = (scale * torch.tensor(values).view(3, 1, 1) for values in (theirs.image_mean, theirs.image_std))
+        values = (resized.float() - mean) / std
+        patches, *grid = theirs.patchify(values[None], theirs.patch_size, theirs.merge_size, theirs.temporal_patch_size)
         return patches[0], grid
 
 

@@ -245,9 +245,10 @@ class Pipeline:
         units = Units("denoise", resolved.outputs * resolved.forwards, report, cancellation)
         for states in self.trajectory(resolved, encoded, units):
             (state,) = deque(states, maxlen=1)
-            yield self._latents(resolved, state)
+            yield self.latents(resolved, state)
 
-    def _latents(self, resolved: Resolved, state: State) -> Latents:
+    def latents(self, resolved: Resolved, state: State) -> Latents:
+        """The latents that one output's rows are."""
         video = unpatchify_video(state.video, *_latent_grid(resolved), self._dimensions.denoiser.patch)
         return video.cpu(), unpack_audio(state.audio, resolved.audio_latents).unsqueeze(0).cpu()
 

@@ -25,12 +25,13 @@ def test_engines_and_pipeline_agree_with_torch_and_diffusers(store: Path) -> Non
     report = verify(store, forwards=2, seed=3, progress=lambda check: None)
     assert report.failed == ()
     measured = {check.title: check for check in report.checks}
-    for name in ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices"):
-        assert measured[f"layout: {name}, unequal elements"].measured == 0
-    assert measured["noise: video rows, unequal elements"].measured == 0
-    assert measured["noise: audio rows, unequal elements"].measured == 0
-    assert measured["pipeline: final video latents"].measured <= 1e-4
-    assert measured["pipeline: final audio latents"].measured <= 1e-4
+    for task in ("t2va", "fl2va", "ref2va"):
+        for name in ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices", "timesteps"):
+            assert measured[f"{task} layout: {name}, unequal elements"].measured == 0
+        assert measured[f"{task} noise: video rows, unequal elements"].measured == 0
+        assert measured[f"{task} noise: audio rows, unequal elements"].measured == 0
+        assert measured[f"{task}: final video latents"].measured <= 1e-4
+        assert measured[f"{task}: final audio latents"].measured <= 1e-4
     assert measured["media: frames, PSNR in dB"].measured >= 50
     assert measured["media: waveform"].measured <= 1e-4
     assert json.loads(report.to_json())["passed"] is True
