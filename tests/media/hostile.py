@@ -97,6 +97,7 @@ def _images() -> dict[str, bytes]:
         "webp_whose_canvas_lies": _webp_on_a_larger_canvas(webp),
         "heic_truncated": still[: len(still) // 2],
         "heic_that_claims_5000_by_5000": heic(np.asarray(picture(256, 256)), claimed=(5000, 5000)),
+        "heic_whose_picture_is_larger_than_it_says": heic(np.zeros((1024, 1024, 3), np.uint8), claimed=(256, 256)),
         "heic_without_items": box(b"ftyp", b"heic", bytes(4), b"mif1heic") + full(b"meta", 0, 0),
     }
 
@@ -259,6 +260,7 @@ DECODED = frozenset(
         "png_with_too_few_pixels",
         "png_with_a_text_bomb",
         "heic_that_claims_5000_by_5000",
+        "heic_whose_picture_is_larger_than_it_says",
         "mp4_whose_frames_grow",
         "mp4_whose_frames_shrink",
         "mp4_whose_frames_are_missing",
