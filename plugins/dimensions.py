@@ -82,6 +82,66 @@ class TextEncoderDimensions(_Frozen):
     rms_eps: float
 
 
+class VisionDimensions(_Frozen):
+    """Sizes of the Qwen3-VL vision tower, which shows reference images to the language model."""
+
+    depth: int
+    hidden: int
+    heads: int
+    intermediate: int
+    channels: int = 3
+    patch: int = Field(description="pixels along a side of a patch")
+    temporal_patch: int = Field(description="frames of a patch; a single image is repeated")
+    merge: int = Field(description="patches along a side of the square that becomes one row of the language model")
+    position_grid: int = Field(description="side of the square grid of learned positions")
+    deepstack: tuple[int, ...] = Field(description="blocks whose output is added after language model layers 0, 1, ...")
+    out_hidden: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Channels of a head (72)."""
+        return self.hidden // self.heads
+
+    @cached_property
+    def patch_features(self) -> int:
+        """Values of one flattened patch: channels x frames x height x width (1536)."""
+        return self.channels * self.temporal_patch * self.patch**2
+
+    @cached_property
+    def merged(self) -> int:
+        """Patches that one row of the language model stands for (4)."""
+        return self.merge**2
+
+
+class Processor(_Frozen):
+    """How pictures are prepared for the vision tower, and the tokens that stand for them.
+
+    Resized to multiples of patch x merge within the limits of pixels (height x width of an image; frames x height x
+    width of a video), divided by 255, then normalised with `mean` and `std`.
+    """
+
+    image_min_pixels: int
+    image_max_pixels: int
+    video_min_pixels: int
+    video_max_pixels: int
+    patch: int
+    temporal_patch: int
+    merge: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    vision_start_id: int
+    vision_end_id: int
+    image_pad_id: int
+    video_pad_id: int
+
+    @cached_property
+    def factor(self) -> int:
+        """What heights and widths are multiples of (32 pixels)."""
+        return self.patch * self.merge
+
+
 class VideoVAEDimensions(_Frozen):
     """Sizes of the video VAE and of its tiling, in pixels, frames and latents."""
 
@@ -142,6 +202,8 @@ class Dimensions(_Frozen):
 
     denoiser: DenoiserDimensions
     text_encoder: TextEncoderDimensions
+    vision: VisionDimensions
+    processor: Processor
     video_vae: VideoVAEDimensions
     audio_vae: AudioVAEDimensions
     video_shift: float = 12.0

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ class Fast:
     """
 
     device: str
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Any]
     minimum: tuple[int, int] = (0, 0)
 
 
@@ -46,16 +47,18 @@ class Op:
 
     `reference` is plain torch and keeps float64 when given float64, so that it can be checked against a formula.
     `fake` gives the result's shape and dtype without data. `body` says the same in standard operators, as the
-    text of an ONNX function's statements; inputs and @attributes have the reference's names, the output is `result`.
-    `tensorrt` makes the IPluginCreator; without one TensorRT takes the op by its name or inlines the function.
+    text of an ONNX function's statements; inputs and @attributes have the reference's names, outputs those of
+    `results`; an op with several of these returns a tuple. `tensorrt` makes the IPluginCreator from
+    TensorRT's Python module; without one TensorRT takes the op by its name or inlines the function.
     """
 
     name: str
-    reference: Callable[..., torch.Tensor]
-    fake: Callable[..., torch.Tensor]
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
     body: str
     fast: tuple[Fast, ...] = ()
-    tensorrt: Callable[[], object] | None = None
+    tensorrt: Callable[[ModuleType], object] | None = None
+    results: tuple[str, ...] = ("result",)
 
     @cached_property
     def schema(self) -> str:
@@ -85,11 +88,11 @@ class Op:
         assert self.torch_op  # registers it
         return getattr(getattr(torch.ops, DOMAIN), self.name).default
 
-    def __call__(self, *args: Any) -> torch.Tensor:
+    def __call__(self, *args: Any) -> Any:
         """Calls the torch operator: the best implementation for the tensors' device, one node when traced."""
         return self.torch_op(*args)
 
-    def implementation(self, device: str, capability: tuple[int, int] = (0, 0)) -> Callable[..., torch.Tensor]:
+    def implementation(self, device: str, capability: tuple[int, int] = (0, 0)) -> Callable[..., Any]:
         """The first fast implementation that fits the device, else the reference."""
         fits = (f.function for f in self.fast if f.device == device and f.minimum <= capability)
         return next(fits, self.reference)
@@ -101,7 +104,7 @@ class Op:
         attributes = f"<{', '.join(self.attributes)}>" if self.attributes else ""
         return parser.parse_function(
             f'<opset_import: ["" : {ONNX_OPSET}], domain: "{DOMAIN}"> '
-            f"{self.name} {attributes} ({', '.join(self.inputs)}) => (result) {{ {self.body} }}"
+            f"{self.name} {attributes} ({', '.join(self.inputs)}) => ({', '.join(self.results)}) {{ {self.body} }}"
         )
 
     def onnx_schema(self) -> onnx.defs.OpSchema:
@@ -116,17 +119,22 @@ class Op:
             DOMAIN,
             DOMAIN_VERSION,
             inputs=parameters,
-            outputs=[OpSchema.FormalParameter("result", f"T_{self.inputs[0]}")],
+            outputs=[OpSchema.FormalParameter(n, t) for n, t in zip(self.results, self._result_types, strict=True)],
             type_constraints=[(f"T_{n}", list(TENSOR_TYPES), "") for n in self.inputs],
             attributes=attributes,
         )
+
+    @property
+    def _result_types(self) -> tuple[str, ...]:
+        """The first result has the first input's type; what an op counts beside it is int64."""
+        return f"T_{self.inputs[0]}", *("tensor(int64)" for _ in self.results[1:])
 
     @cached_property
     def _parameters(self) -> dict[str, type]:
         hints = typing.get_type_hints(self.reference)
         return {name: hints[name] for name in inspect.signature(self.reference).parameters}
 
-    def _run(self, *args: Any) -> torch.Tensor:
+    def _run(self, *args: Any) -> Any:
         device = args[0].device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return self.implementation(device.type, capability)(*args)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from plugins.op import Op
-from plugins.ops import alias_free_snake, attention, fp8_linear, modulated_rms_norm, nvfp4_linear
+from plugins.ops import (
+    alias_free_snake,
+    attention,
+    dense_attention,
+    fp8_linear,
+    modulated_rms_norm,
+    nvfp4_linear,
+    sage_attention,
+    skip_softmax_attention,
+)
 
 REGISTRY: tuple[Op, ...] = (
     alias_free_snake.OP,
     attention.OP,
+    dense_attention.OP,
     fp8_linear.OP,
     modulated_rms_norm.OP,
     nvfp4_linear.OP,
+    sage_attention.OP,
+    skip_softmax_attention.OP,
 )
 
 

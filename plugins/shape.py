@@ -5,7 +5,6 @@ Every `round` is Python's, half to even, as in the reference.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from plugins.dimensions import (
@@ -74,6 +73,14 @@ def grid_frames(frames: int, vae: VideoVAEDimensions) -> int:
     return clips * vae.clip_frames + vae.frame_overlap
 
 
+def floor_grid_frames(frames: int, vae: VideoVAEDimensions) -> int:
+    """The largest 17n + 5 with at least one whole clip that is at most `frames`; below 22 there is none: ValueError."""
+    clips = (frames - vae.frame_overlap) // vae.clip_frames
+    if clips < 1:
+        raise ValueError(f"frames: {frames} is below {vae.clip_frames + vae.frame_overlap}, the shortest clip")
+    return clips * vae.clip_frames + vae.frame_overlap
+
+
 def latents(frames: int, vae: VideoVAEDimensions) -> int:
     """Latent frames 5n + 2 of 17n + 5 frames."""
     clips = (frames - vae.frame_overlap) // vae.clip_frames
@@ -93,11 +100,19 @@ def legal_frames(vae: VideoVAEDimensions) -> tuple[int, ...]:
 
 
 def canvas(aspect_ratio: str) -> tuple[int, int]:
-    """(width, height) of a named ratio: short edge 768, at most 768 x 1344 pixels, sides to the nearest 32."""
-    ratio = ratio_of(aspect_ratio)
-    width, height = SHORT_EDGE * max(ratio, 1.0), SHORT_EDGE * max(1 / ratio, 1.0)
-    scale = min(1.0, math.sqrt(CANVAS_AREA / (width * height)))
-    return _nearest_side(width * scale), _nearest_side(height * scale)
+    """(width, height) of a named ratio."""
+    return canvas_of(ratio_of(aspect_ratio))
+
+
+def canvas_of(ratio: float) -> tuple[int, int]:
+    """(width, height) of a width over height: short edge 768, at most 768 x 1344 pixels, sides to the nearest 32.
+
+    Equal to diffusers' resolve_canvas_size, operation by operation: a side half way between two multiples of 32 goes
+    where the last bit of these products sends it.
+    """
+    width, height = SHORT_EDGE * max(ratio, 1.0), SHORT_EDGE / min(ratio, 1.0)
+    scale = min(1.0, (CANVAS_AREA / (width * height)) ** 0.5)
+    return nearest_side(width * scale), nearest_side(height * scale)
 
 
 def ratio_of(name: str) -> float:
@@ -106,5 +121,6 @@ def ratio_of(name: str) -> float:
     return int(width) / int(height)
 
 
-def _nearest_side(pixels: float) -> int:
+def nearest_side(pixels: float) -> int:
+    """The multiple of 32 nearest to a side, at least 32."""
     return max(SIDE_MULTIPLE, round(pixels / SIDE_MULTIPLE) * SIDE_MULTIPLE)

@@ -11,7 +11,7 @@ from engines.plan.weights import Model
 from engines.profile import Profile
 from export.checkpoint.outline import Outline
 from export.checkpoint.tree import COMPONENTS
-from export.miniature.sizes import RELEASED_IDS, released
+from export.miniature.sizes import PICTURES, RELEASED_IDS, released
 
 ENGINE_BYTES = 64 << 20
 """All plans of one compute capability with bound weights: 53 MB, half of it the audio decoder."""
@@ -24,7 +24,7 @@ def released_outline() -> Outline:
     """The release, without a checkpoint at hand."""
     sizes = released(RELEASED_IDS)
     configs = (sizes.denoiser, sizes.text_encoder, sizes.video_vae, sizes.audio_vae)
-    return Outline.of(dict(zip(COMPONENTS, configs, strict=True)), partitions=("fl2va", "ref2va"))
+    return Outline.of(dict(zip(COMPONENTS, configs, strict=True)), PICTURES, partitions=("fl2va", "ref2va"))
 
 
 def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:

@@ -91,10 +91,10 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over configurations, tokenizer.json and the header and size of every safetensors file (no data)."""
+        """SHA-256 over configurations, tokenizer, processor, and safetensors headers and sizes (no data)."""
         described = {file for one in self._catalogues.values() for file in one.config_files}
         described |= {file for name in self.partitions for file in self._tree.schedule_files(name)}
-        described.add(self.tokenizer_file)
+        described |= {self.tokenizer_file, *self._tree.processor_files}
         lines = [(file, hashlib.sha256(file.read_bytes()).hexdigest()) for file in described]
         lines += [(file, f"{header.size}:{header.digest}") for file, header in self._headers.items()]
         text = "".join(f"{file.relative_to(self.root).as_posix()}:{line}\n" for file, line in sorted(lines))

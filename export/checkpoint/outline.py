@@ -9,6 +9,7 @@ from pathlib import Path
 
 from export.checkpoint.catalogue import Config, expect, read_configured
 from export.checkpoint.components import audio_vae, denoiser, text_encoder, video_vae
+from export.checkpoint.components.processor import Pictures
 from export.checkpoint.safetensors_file import Declared
 from export.checkpoint.sizes import read_dimensions
 from export.checkpoint.tree import COMPONENTS, Component, LayoutName, recognise
@@ -38,10 +39,13 @@ class Outline:
 
     @staticmethod
     def of(
-        configs: Mapping[Component, Config], layout: LayoutName = "native", partitions: tuple[str, ...] = ("fl2va",)
+        configs: Mapping[Component, Config],
+        pictures: Pictures,
+        layout: LayoutName = "native",
+        partitions: tuple[str, ...] = ("fl2va",),
     ) -> Outline:
         """The outline of a model whose configurations are given, such as those of `export.miniature.sizes`."""
-        return Outline(layout, partitions, _dimensions(configs), configs)
+        return Outline(layout, partitions, _dimensions(configs, pictures), configs)
 
     @cached_property
     def parameters(self) -> Mapping[Component, Mapping[str, Declared]]:
@@ -56,14 +60,17 @@ class Outline:
         return sum(declared.nbytes for declared in expect(self.configs[component], self.layout).stored.values())
 
 
-def _dimensions(configs: Mapping[Component, Config]) -> Dimensions:
+def _dimensions(configs: Mapping[Component, Config], pictures: Pictures) -> Dimensions:
     parts: dict[str, object] = {}
+    file = Path("config.json")
     for config in configs.values():
         match config:
             case denoiser.DenoiserConfig():
                 parts["denoiser"] = denoiser.dimensions(config)
             case text_encoder.TextEncoderConfig():
-                parts["text_encoder"] = text_encoder.dimensions(config, Path("config.json"))
+                parts["text_encoder"] = text_encoder.dimensions(config, file)
+                parts["vision"] = text_encoder.vision_dimensions(config, file)
+                parts["processor"] = pictures.dimensions(config)
             case video_vae.VideoVAEConfig():
                 parts["video_vae"] = video_vae.dimensions(config)
             case audio_vae.AudioVAEConfig():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.checkpoint.catalogue import Configured
-from export.checkpoint.components import audio_vae, denoiser, text_encoder, video_vae
+from export.checkpoint.components import audio_vae, denoiser, processor, text_encoder, video_vae
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.strict_json import read_object, section
 from export.checkpoint.tree import Component, Tree
@@ -36,11 +36,12 @@ def _partition_dimensions(tree: Tree, configured: Configurations, partition: str
         return configured[component, partition].config
 
     video_shift, audio_shift = _shifts(tree, partition)
+    text, text_file = config("text_encoder"), configured["text_encoder", partition].config_files[0]
     sizes = Dimensions(
         denoiser=denoiser.dimensions(config("denoiser")),
-        text_encoder=text_encoder.dimensions(
-            config("text_encoder"), configured["text_encoder", partition].config_files[0]
-        ),
+        text_encoder=text_encoder.dimensions(text, text_file),
+        vision=text_encoder.vision_dimensions(text, text_file),
+        processor=processor.read_processor(*tree.processor_files, text),
         video_vae=video_vae.dimensions(config("video_vae")),
         audio_vae=audio_vae.dimensions(config("audio_vae")),
         video_shift=video_shift,

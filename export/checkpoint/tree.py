@@ -58,6 +58,12 @@ class Tree:
         """The tokenizer.json that prompts are encoded with."""
         return next(iter(self.folders.values())) / "tokenizer" / "tokenizer.json"
 
+    @property
+    def processor_files(self) -> tuple[Path, Path]:
+        """The files that say how images and how videos are prepared for the vision tower."""
+        folder = next(iter(self.folders.values())) / "processor"
+        return folder / "preprocessor_config.json", folder / "video_preprocessor_config.json"
+
     def schedule_files(self, partition: str) -> tuple[Path, Path]:
         """The files that declare the sigma shifts of the video and of the audio schedule (native: one file)."""
         if self.layout == "native":

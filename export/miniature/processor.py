@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from export.miniature.sizes import PICTURES
 from export.miniature.tokenizer import dumps
-
-_PIXELS: dict[str, Any] = {
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "processor_class": "Qwen3VLProcessor",
-}
 
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -24,9 +14,11 @@ _TEMPLATE = (
 
 def files() -> dict[str, str]:
     """File name -> contents, beside the tokenizer's own files."""
-    image = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, **_PIXELS}
+    keys = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+    patches = {key: getattr(PICTURES.images, key) for key in keys} | {"processor_class": "Qwen3VLProcessor"}
+    image = {"size": PICTURES.images.size.model_dump(), **patches}
     image["image_processor_type"] = "Qwen2VLImageProcessorFast"
-    video = {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, **_PIXELS}
+    video = {"size": PICTURES.videos.model_dump(), **patches}
     video["video_processor_type"] = "Qwen3VLVideoProcessor"
     return {
         "preprocessor_config.json": dumps(image),

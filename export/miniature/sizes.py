@@ -7,6 +7,7 @@ from typing import Any
 
 from export.checkpoint.components.audio_vae import AudioVAEConfig
 from export.checkpoint.components.denoiser import DenoiserConfig
+from export.checkpoint.components.processor import Pictures, PixelLimits, ProcessorConfig
 from export.checkpoint.components.text_encoder import TextEncoderConfig
 from export.checkpoint.components.video_vae import VideoVAEConfig
 
@@ -44,6 +45,19 @@ AUDIO_LATENTS_STD = (
     1.8661226051202384, 1.5613768203168363,
 )
 # fmt: on
+
+PICTURES = Pictures(
+    images=ProcessorConfig(
+        size=PixelLimits(shortest_edge=65536, longest_edge=16777216),
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    ),
+    videos=PixelLimits(shortest_edge=4096, longest_edge=25165824),
+)
+"""How the release prepares images and videos for the vision tower; the miniature does the same."""
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,18 @@ NATIVE_CONFIGS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
         "metadata.kwargs.decoder_rates",
     ),
     ("text_encoder/config.json", put("tie_word_embeddings", True), "tie_word_embeddings"),
+    (
+        "text_encoder/config.json",
+        lambda values: values["vision_config"].update(deepstack_visual_indexes=[0, 1, 4]),
+        "vision_config.deepstack_visual_indexes",
+    ),
+    ("processor/preprocessor_config.json", drop("image_mean"), "image_mean"),
+    ("processor/preprocessor_config.json", put("patch_size", 14), "patch_size"),
+    ("processor/preprocessor_config.json", put("size", {"longest_edge": 9}), "size.shortest_edge"),
+    ("processor/preprocessor_config.json", put("min_pixels", 1 << 25), "size.shortest_edge"),
+    ("processor/preprocessor_config.json", put("resample", 2), "resample"),
+    ("processor/video_preprocessor_config.json", put("image_std", [0.5, 0.5, 0.4]), "image_std"),
+    ("processor/video_preprocessor_config.json", put("cap_pixels_per_frame", True), "cap_pixels_per_frame"),
     ("model_index.json", drop("_minimax_h3"), "_minimax_h3"),
     ("model_index.json", lambda values: values["_minimax_h3"].update(partition="t2va"), "_minimax_h3.partition"),
     ("model_index.json", lambda values: values["_minimax_h3"].update(sigma_shift_scales={"video": 12}), "audio"),
@@ -265,10 +277,13 @@ def test_the_fingerprint_follows_configurations_tokenizer_and_headers(diffusers_
     prints = {original}
     edit_json(root / "scheduler" / "scheduler_config.json", put("shift", 6.0))
     prints.add(Checkpoint.open(root).fingerprint)
+    edit_json(root / "processor" / "preprocessor_config.json", put("image_mean", [0.4, 0.5, 0.5]))
+    edit_json(root / "processor" / "video_preprocessor_config.json", put("image_mean", [0.4, 0.5, 0.5]))
+    prints.add(Checkpoint.open(root).fingerprint)
     (root / "tokenizer" / "tokenizer.json").write_text("{}")
     prints.add(Checkpoint.open(root).fingerprint)
     file = root / AUDIO
     header = read_header(file)
     write_tensors(file, {key: materialise(one).clone() for key, one in header.tensors.items()}, {"note": "re-saved"})
     prints.add(Checkpoint.open(root).fingerprint)
-    assert len(prints) == 4
+    assert len(prints) == 5

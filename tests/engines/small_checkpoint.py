@@ -21,8 +21,10 @@ from plugins.dimensions import (
     AudioVAEDimensions,
     DenoiserDimensions,
     Dimensions,
+    Processor,
     TextEncoderDimensions,
     VideoVAEDimensions,
+    VisionDimensions,
 )
 from plugins.ops import attention
 
@@ -213,6 +215,15 @@ def dimensions() -> Dimensions:
         text_encoder=TextEncoderDimensions(
             hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=16, vocab=64, rope_theta=1e6,
             mrope_section=(2, 1, 1), rms_eps=1e-6,
+        ),
+        vision=VisionDimensions(
+            depth=2, hidden=16, heads=2, intermediate=16, patch=16, temporal_patch=2, merge=2, position_grid=4,
+            deepstack=(0,), out_hidden=16,
+        ),
+        processor=Processor(
+            image_min_pixels=65536, image_max_pixels=16777216, video_min_pixels=4096, video_max_pixels=25165824,
+            patch=16, temporal_patch=2, merge=2, mean=(0.5,) * 3, std=(0.5,) * 3, vision_start_id=60,
+            vision_end_id=61, image_pad_id=62, video_pad_id=63,
         ),
         video_vae=VideoVAEDimensions(latent_channels=24, latents_mean=(0.0,) * 24, latents_std=(1.0,) * 24),
         audio_vae=AudioVAEDimensions(latent_channels=32, latents_mean=(0.0,) * 32, latents_std=(1.0,) * 32),

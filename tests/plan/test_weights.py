@@ -55,12 +55,15 @@ def test_bytes_of_fp8_and_of_segments_are_those_of_the_graphs_bindings(tmp_path:
     assert {n: sizes for n, sizes in planned.items() if any(sizes)} == {n: s for n, s in bound.items() if any(s)}
 
 
+CONFIGURATIONS = ("config.json", "model_index.json", "metadata.json", "scheduler_config.json")
+
+
 @pytest.mark.parametrize("layout", ["native", "diffusers"])
 def test_configuration_files_alone_are_enough(tmp_path: Path, layout: LayoutName) -> None:
     write_sparse_released(tmp_path / "whole", layout)
     whole = Checkpoint.open(tmp_path / "whole")
     for file in (tmp_path / "whole").rglob("*.json"):
-        if file.name in ("config.json", "model_index.json", "metadata.json", "scheduler_config.json"):
+        if file.name in CONFIGURATIONS or file.parent.name == "processor":
             copy = tmp_path / "bare" / file.relative_to(tmp_path / "whole")
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isqrt
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from export.checkpoint.components.configuration import parse
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.safetensors_file import Declared
-from plugins.dimensions import TextEncoderDimensions
+from plugins.dimensions import TextEncoderDimensions, VisionDimensions
 
 BF16 = torch.bfloat16
 CONDITIONING_LAYERS = 50
@@ -52,7 +53,8 @@ class VisionConfig(_Open):
     spatial_merge_size: PositiveInt
     out_hidden_size: PositiveInt
     num_position_embeddings: PositiveInt
-    deepstack_visual_indexes: tuple[int, ...]
+    deepstack_visual_indexes: tuple[NonNegativeInt, ...]
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
 
 
 class TextEncoderConfig(_Open):
@@ -107,6 +109,40 @@ def dimensions(config: TextEncoderConfig, file: Path) -> TextEncoderDimensions:
         rope_theta=rotary.rope_theta,
         mrope_section=rotary.mrope_section,
         rms_eps=text.rms_norm_eps,
+    )
+
+
+def vision_dimensions(config: TextEncoderConfig, file: Path) -> VisionDimensions:
+    """The sizes of the vision tower.
+
+    Raises:
+        CheckpointError: its positions are no square grid, its rows do not fit the language model, or it has no block
+            of the given index.
+    """
+    vision, side = config.vision_config, isqrt(config.vision_config.num_position_embeddings)
+    rules = {
+        "num_position_embeddings": (vision.num_position_embeddings, side**2, "a square number"),
+        "out_hidden_size": (vision.out_hidden_size, config.text_config.hidden_size, "the language model's hidden_size"),
+        "hidden_size": (vision.hidden_size % (4 * vision.num_heads), 0, "a multiple of 4 x num_heads"),
+    }
+    for key, (found, needed, wanted) in rules.items():
+        if found != needed:
+            raise CheckpointError(file, f"vision_config.{key}", wanted, getattr(vision, key))
+    if max(vision.deepstack_visual_indexes, default=0) >= vision.depth:
+        wanted = f"blocks of the {vision.depth} there are"
+        raise CheckpointError(file, "vision_config.deepstack_visual_indexes", wanted, vision.deepstack_visual_indexes)
+    return VisionDimensions(
+        depth=vision.depth,
+        hidden=vision.hidden_size,
+        heads=vision.num_heads,
+        intermediate=vision.intermediate_size,
+        channels=vision.in_channels,
+        patch=vision.patch_size,
+        temporal_patch=vision.temporal_patch_size,
+        merge=vision.spatial_merge_size,
+        position_grid=side,
+        deepstack=vision.deepstack_visual_indexes,
+        out_hidden=vision.out_hidden_size,
     )
 
 
