@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PROFILE ?= cpu
 CHECKPOINT ?= build/checkpoint
+SUBJECT ?= block
 
 # Values reach the shell through the environment and never as text of a recipe, so that quotes, dollars, backquotes and
 # newlines in them mean themselves. $(value) takes them before make expands anything; unexport keeps make from expanding
@@ -23,7 +24,7 @@ export H3_CHECKPOINT := $(value CHECKPOINT)
 H3TRT := $(VENV)/bin/h3trt
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test soak checkpoint engines serve generate verify doctor peers lint types clean
+.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor peers lint types clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -73,6 +74,9 @@ generate: setup ## ask the server for a clip (PROMPT= SECONDS= ASPECT_RATIO= WID
 
 verify: setup ## compare engines and pipeline with the reference (PROFILE=cpu)
 	$(H3TRT) verify --profile "$$H3_PROFILE"
+
+bench: setup ## measure on this machine's GPU (PROFILE=h200_inductor SUBJECT=block)
+	$(H3TRT) bench $(SUBJECT) --profile "$$H3_PROFILE"
 
 doctor: setup ## check this machine, and say what mends what is missing
 	$(H3TRT) doctor

@@ -10,16 +10,23 @@ import torch
 
 from bench import host, peer
 from bench.measuring import in_turns, kernels
-from bench.synthetic import DEVICE, PARTITION, draw_input, open_engines, synthetic_store
+from bench.synthetic import DEVICE, PARTITION, RandomWeights, draw_input, open_engines, synthetic_store
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
+from export.binding import bind
+from export.checkpoint import Checkpoint
 from export.graphs.block import TABLE_ROWS
+from export.graphs.block import graphs as block_graphs
+from export.trace import BoundModule
 from plugins.dimensions import DenoiserDimensions
 
 PROFILES = {"bfloat16": "h200_inductor", "fp8 linears": "h200_inductor_fp8"}
 
 ROWS = 58_880
 LARGEST_ROWS = 110_592
+
+CHECKED_ROWS = 2048
+"""Rows that float32 attention holds the scores of."""
 
 
 def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict[str, Any]:
@@ -47,11 +54,39 @@ def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict
         },
         "kernels": seen,
     }
+    result["error"] = errors(folder, engines["bfloat16"])
     del theirs, ours, sides
     torch.cuda.empty_cache()
     long = in_turns({name: caller(each, largest) for name, each in engines.items()})
     result["largest"] = {"rows": largest, "sides": {name: t.as_json() for name, t in long.items()}}
     return result
+
+
+def errors(folder: Path, engines: EngineSet, rows: int = CHECKED_ROWS) -> dict[str, float]:
+    """Length of the difference to float32 over its length: of the compiled block, and of torch's eager one."""
+    checkpoint = Checkpoint.open(folder / "checkpoint")
+    inputs, weights = block_inputs(engines, rows), RandomWeights(engines.manifest)
+    with weights.tensors("block", 0, PARTITION) as drawn:
+        stored = tuple(drawn[spec.name] for spec in engines.manifest.graphs["block"].weights)
+    found = engines.run("block", inputs, 0, PARTITION)["hidden_out"]
+    wide = tuple(x.float() if x.is_floating_point() else x for x in inputs.values())
+    exact = _eager(checkpoint, torch.float32, wide, stored)
+    eager = _eager(checkpoint, torch.bfloat16, tuple(inputs.values()), stored)
+    return {name: _error(each, exact) for name, each in {"compiled": found, "eager": eager}.items()}
+
+
+def _eager(
+    checkpoint: Checkpoint, compute: torch.dtype, inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    (graph,) = block_graphs(checkpoint, PARTITION, compute)
+    with torch.no_grad():
+        result = BoundModule(graph, bind(graph))(inputs, weights)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 def block_store(folder: Path, profile: str) -> Any:

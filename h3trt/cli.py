@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from h3trt import build_commands, console, plan_commands, serve_commands
+from h3trt import bench_commands, build_commands, console, plan_commands, serve_commands
 from h3trt.exits import MEANINGS, exit_code, message
 
 
@@ -47,6 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 plan_commands.register(app)
+bench_commands.register(app)
 build_commands.register(app)
 serve_commands.register(app)
 

@@ -8,6 +8,7 @@ tensors, and the caches of `torch.compile` hold pickled graphs, so neither is wr
 from __future__ import annotations
 
 import operator
+import shlex
 import shutil
 import sysconfig
 import tempfile
@@ -40,8 +41,7 @@ class CompileError(ValueError):
 
 def missing_compiler() -> str | None:
     """Why this host cannot compile; None if it can."""
-    command = (sysconfig.get_config_var("CXX") or "g++").split()[0]
-    if shutil.which(command) or shutil.which("g++"):
+    if shutil.which(_compiler_command()):
         return None
     return "inductor needs a C++ compiler, and g++ is not installed; run: apt-get install g++"
 
@@ -75,8 +75,34 @@ def compile_graph(
 
     program = lower(trace(graph, binding, within), device)
     with tempfile.TemporaryDirectory(dir=package.parent) as directory, temporary_cache_dir(directory), torch.no_grad():
-        aoti_compile_and_package(program, package_path=str(package), inductor_configs=dict(OPTIONS))
+        options = OPTIONS | {"cpp.cxx": (None, str(_compiler(Path(directory))))}
+        aoti_compile_and_package(program, package_path=str(package), inductor_configs=options)
     return census(program)
+
+
+def _compiler(directory: Path) -> Path:
+    """The host's compiler, told to link the C++ runtime that is loaded here, and to prefer a library's own symbols.
+
+    A compiler that links a static runtime makes a library whose locales and regular expressions mix with torch's: its
+    loader ends the process with a segmentation fault, in `parse_device_str` of torch 2.11.
+    """
+    script = directory / "g++"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(_compiler_command())} "$@" -Wl,-Bsymbolic{_runtime()}\n')
+    script.chmod(0o700)
+    return script
+
+
+def _compiler_command() -> str:
+    """The C++ compiler that Python's own extensions are built with, or else g++."""
+    configured = (sysconfig.get_config_var("CXX") or "g++").split()[0]
+    return shutil.which(configured) or shutil.which("g++") or "g++"
+
+
+def _runtime() -> str:
+    """The linker's option for the C++ runtime of this process; nothing where none is found."""
+    loaded = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
+    found = next((path for path in loaded if "/libstdc++.so" in path), None)
+    return f" {shlex.quote(f'-Wl,{found}')}" if found else ""
 
 
 def lower(program: ExportedProgram, device: torch.device) -> ExportedProgram:
@@ -85,6 +111,8 @@ def lower(program: ExportedProgram, device: torch.device) -> ExportedProgram:
     moved = move_to_device_pass(program, {"cpu": str(device)}) if device.type != "cpu" else program
     plain = {op.overload: op.plain_implementation(device.type, capability) for op in REGISTRY}
     table: dict[Any, Callable[..., Any]] = dict(torch.export.default_decompositions())
+    # Inductor takes a fused kernel for it; what it decomposes to would hold all scores.
+    table.pop(torch.ops.aten.scaled_dot_product_attention.default, None)
     table |= {overload: function for overload, function in plain.items() if function is not None}
     table |= {torch.ops.onnx.RotaryEmbedding.opset23: _rotary_embedding}
     lowered = moved.run_decompositions(table)

@@ -77,6 +77,18 @@ def block(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
     return gates + max(attention, feed_forward(size, widths))
 
 
+def compiled_block(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
+    """A row of the whole block as inductor runs it, in what torch's allocator then holds.
+
+    It reuses what is freed, as long as it is large enough: the products of the feed-forward's first matrix are wider
+    than anything before them, and come on top of what attention has left.
+    """
+    widths = Widths.of(arithmetic)
+    normed = widths.quantised(size.hidden) or size.hidden * widths.item
+    attention = 6 * size.inner * widths.item + size.heads * FLOAT
+    return normed + attention + 2 * size.ffn * widths.item
+
+
 def project(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
     """A row of `block.project`, whose results are not its own memory."""
     widths = Widths.of(arithmetic)

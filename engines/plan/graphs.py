@@ -202,7 +202,8 @@ class Costs:
 
     def _whole_block(self, runs: int) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
-        row = arrays.block(size, self._denoiser)
+        held = arrays.compiled_block if self.weighing.profile.backend == "inductor" else arrays.block
+        row = held(size, self._denoiser)
         linear = 2.0 * self.weighing.weights["block"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + self._per_row) + self._table
         kept = arrays.projected(size, widths) + arrays.heads(size, widths) + arrays.feed_forward(size, widths)

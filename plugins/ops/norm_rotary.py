@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plugins.op import Op
+from plugins.op import Fast, Op
 
 
 def reference(
@@ -32,6 +32,15 @@ def fake(
     return x.new_empty(x.shape)
 
 
+def kernel(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, rotated: int
+) -> torch.Tensor:
+    """A kernel of its own: on an H200 a third faster than what torch.compile fuses (bench/results/rows.json)."""
+    from plugins.kernels.rows import norm_rotary
+
+    return norm_rotary(x, weight, cos, sin, eps, rotated)
+
+
 # TensorRT has one layer for the rotation, which wants heads before rows.
 BODY = """
     normed = RMSNormalization <axis = -1, epsilon: float = @eps> (x, weight)
@@ -47,4 +56,4 @@ BODY = """
     result = Transpose <perm = [1, 0, 2]> (turned_heads)
 """
 
-OP = Op("norm_rotary", reference, fake, BODY)
+OP = Op("norm_rotary", reference, fake, BODY, fast=(Fast("cuda", kernel, minimum=(8, 0)),))
