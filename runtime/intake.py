@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engines.store import EngineStore, Manifest
 from runtime.admission import MemoryModel
 from runtime.contract import MEDIA_BYTES
@@ -72,6 +75,21 @@ class Intake:
     def restore(self, raw: bytes | str) -> Resolved:
         """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
         return restore(raw, self._dimensions, self._limits)
+
+    def retake(
+        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
+    ) -> Taken:
+        """A request whose parts came over the wire, each believed only as far as it is what `take` makes of the others.
+
+        tokens, tags [L]. Raises RequestError.
+        """
+        presented = self.present(resolved)
+        for name, given, expected in (("TOKENS", tokens, presented.token_ids), ("TAGS", tags, presented.tags)):
+            if not np.array_equal(given, expected):
+                raise RequestError(name, f"{given.size} values", "must be those of the resolved request")
+        self.check_media(resolved, media)
+        self.admit(resolved, len(presented.token_ids))
+        return Taken(resolved, presented, tuple(media))
 
     def admit(self, resolved: Resolved, text_rows: int) -> None:
         """Checks a resolved request that came over the wire, with that many text rows. Raises RequestError."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore, Manifest
+from plugins.dimensions import TEXT_TAG, VIDEO_TAG
 from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference_key
@@ -25,9 +28,11 @@ from runtime.denoiser import Denoiser, ModulationCache, State
 from runtime.encoder import TextEncoder
 from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.intake import Files, Intake, Taken
+from runtime.media.source import MediaPolicy
 from runtime.mux import MediaOptions, Mp4Writer
 from runtime.packing import Condition, Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.reference_pixels import ReferencePixels
+from runtime.refusal import RequestError
 from runtime.request import Resolved
 from runtime.rng import Noise, augmented, draw_noise
 from runtime.schedule import Schedule
@@ -69,10 +74,11 @@ class Pipeline:
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
         cache: ConditionCache | None = None,
+        policy: MediaPolicy | None = None,
     ) -> None:
-        """cache: of encoded prompts and references; None: nothing is kept."""
+        """cache: of encoded prompts and references; None: nothing is kept. policy: where URLs of media may lead to."""
         self._engines = engines
-        self._intake = Intake(engines.manifest, tokenizer)
+        self._intake = Intake(engines.manifest, tokenizer, policy)
         self._clock = clock
         self._cache = cache or ConditionCache()
         self._dimensions = engines.manifest.dimensions
@@ -83,12 +89,16 @@ class Pipeline:
 
     @classmethod
     def open(
-        cls, store: str | Path, stages: Collection[PipelineStage] = STAGES, cache: ConditionCache | None = None
+        cls,
+        store: str | Path,
+        stages: Collection[PipelineStage] = STAGES,
+        cache: ConditionCache | None = None,
+        policy: MediaPolicy | None = None,
     ) -> Pipeline:
         """Opens the engines of `stages`. Raises StoreError when the store cannot be served from."""
         opened = EngineStore.open(store)
         graphs = [graph for stage in STAGES if stage in stages for graph in stage_graphs(opened.manifest)[stage]]
-        return cls(EngineSet.open(opened, graphs=graphs), Tokenizer(opened.tokenizer_file), cache=cache)
+        return cls(EngineSet.open(opened, graphs=graphs), Tokenizer(opened.tokenizer_file), cache=cache, policy=policy)
 
     @property
     def manifest(self) -> Manifest:
@@ -103,6 +113,16 @@ class Pipeline:
         """The request with every choice made, admitted to this machine's memory, and its files. Raises RequestError."""
         return self._intake.take(prompt, params, files)
 
+    def restore(self, raw: bytes | str) -> Resolved:
+        """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
+        return self._intake.restore(raw)
+
+    def retake(
+        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
+    ) -> Taken:
+        """A request whose parts came over the wire: tokens and tags [L], and its files. Raises RequestError."""
+        return self._intake.retake(resolved, tokens, tags, media)
+
     def encode(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Encoded:
         """What the denoiser is conditioned on. Raises Cancelled, and RequestError for files that do not decode."""
         return self._encode(taken, self._reporter(progress), cancellation)
@@ -114,6 +134,7 @@ class Pipeline:
 
         Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
         """
+        _check_encoded(resolved, encoded)
         self._intake.admit(resolved, len(encoded.text))
         return self._denoise(resolved, encoded, self._reporter(progress), cancellation)
 
@@ -271,6 +292,20 @@ def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
         "denoise": ("context", "modulation.time", "modulation.adaln", "prologue", *blocks, "epilogue"),
         "decode": ("video_decoder_tile", "audio_decoder"),
     }
+
+
+def _check_encoded(resolved: Resolved, encoded: Encoded) -> None:
+    """Raises RequestError unless there are as many rows as a resolved request has."""
+    counts = {
+        "TAGS": (len(encoded.tags), len(encoded.text)),
+        "CONDITION_VIDEO": (len(encoded.condition_video), resolved.condition_video_rows),
+        "CONDITION_AUDIO": (len(encoded.condition_audio), resolved.condition_audio_rows),
+    }
+    for name, (rows, expected) in counts.items():
+        if rows != expected:
+            raise RequestError(name, f"{rows} rows", "must have the rows of the resolved request", f"{expected} rows")
+    if not bool(((encoded.tags == VIDEO_TAG) | (encoded.tags == TEXT_TAG)).all()):
+        raise RequestError("TAGS", "another value", f"must be {VIDEO_TAG} or {TEXT_TAG}")
 
 
 def _latent_grid(resolved: Resolved) -> tuple[int, int, int]:

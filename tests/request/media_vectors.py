@@ -234,10 +234,8 @@ ORDERS = (
     _ok("image_reference of fl2va", {**SMALL, "image_reference": _URL}, task="fl2va"),
     _ok("video_reference", {**SMALL, "video_reference": {"video_url": "https://example.com/a.mp4"}}, task="ref2va"),
     _ok("one start for all", {**REF, "start_time_seconds": 1}, VIDEO, VIDEO, task="ref2va"),
-    _ok("a start for each", {**REF, "start_time_seconds": [0, 1.5]}, VIDEO, VIDEO, task="ref2va"),
-    _ok(
-        "a start in the list", {**REF, "references": [_item("video", 0, start_time_seconds=2.5)]}, VIDEO, task="ref2va"
-    ),
+    _ok("a start for each", {**REF, "start_time_seconds": [0, 0.5]}, VIDEO, VIDEO, task="ref2va"),
+    _ok("a start in the list", {**REF, "references": [_item("video", 0, start_time_seconds=1)]}, VIDEO, task="ref2va"),
     _ok("no start without a video", {**REF, "start_time_seconds": 0}, IMAGE, task="ref2va"),
     _no(
         "unknown order",
