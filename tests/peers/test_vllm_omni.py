@@ -170,7 +170,7 @@ def test_layout_noise_and_timesteps_are_the_peers(theirs, conditions):
     assert_equal_state(theirs, conditions, 7)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conditions=references, seed=st.integers(0, 2**31))
 def test_any_references_by_type_have_the_peers_layout_noise_and_timesteps(theirs, conditions, seed):
     order = packed_order([each.kind for each in conditions], "by_type")
