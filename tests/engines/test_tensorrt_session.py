@@ -63,7 +63,7 @@ class Shop:
             attention=Attention(blocks="dense", refiner="dense"),
             residency=Residency(
                 text_encoder="resident", modulation="resident", denoiser=denoiser,  # type: ignore[arg-type]
-                video_decoder="resident", audio_decoder="swapped",
+                video_encoder="swapped", audio_encoder="swapped", video_decoder="resident", audio_decoder="swapped",
             ),
         )  # fmt: skip
         places = iter(range(1, len(data), 4))
@@ -306,7 +306,13 @@ def test_an_engine_set_runs_on_it_as_on_any_backend(shop: Shop, monkeypatch: pyt
 
 def test_the_refiner_s_weights_live_where_the_text_encoder_s_do() -> None:
     residency = Residency(
-        text_encoder="swapped", modulation="streamed", denoiser=2, video_decoder="resident", audio_decoder="resident"
+        text_encoder="swapped",
+        video_encoder="swapped",
+        audio_encoder="swapped",
+        modulation="streamed",
+        denoiser=2,
+        video_decoder="resident",
+        audio_decoder="resident",
     )
     assert place(residency, "context", 1) == place(residency, "text_encoder.embedding", 1)
     assert place(residency, "context", 1).swapped

@@ -32,9 +32,10 @@ def graphs(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint]) -
     return {graph.name.removeprefix("vision_encoder."): graph for graph in made}
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def emitted(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint]) -> tuple[Emitted, ...]:
-    return tuple(emit(g) for g in vision_encoder.graphs(checkpoints["diffusers"], "fl2va", request.param))
+@pytest.fixture(scope="module")
+def emitted(checkpoints: dict[str, Checkpoint]) -> tuple[Emitted, ...]:
+    """In bfloat16; the graphs of float32 are compared in every build for a CPU."""
+    return tuple(emit(g) for g in vision_encoder.graphs(checkpoints["diffusers"], "fl2va", torch.bfloat16))
 
 
 def test_a_picture_becomes_the_rows_and_the_deepstack_rows_of_transformers(
