@@ -24,7 +24,7 @@ def resolve(host: str, port: int) -> list[str]:
 def is_allowed(text: str, also: Sequence[Network]) -> bool:
     """Whether an address is public, or in one of the networks `also` that the operator named.
 
-    An address that carries another one inside (IPv4-mapped, 6to4, Teredo, NAT64) must be allowed by that one too.
+    An address that carries another one inside (IPv4-mapped, 6to4, Teredo, NAT64) is judged by that one.
     """
     try:
         address = ipaddress.ip_address(text)
@@ -32,17 +32,17 @@ def is_allowed(text: str, also: Sequence[Network]) -> bool:
         return False
     if any(address.version == network.version and address in network for network in also):
         return True
-    public = address.is_global and not address.is_multicast and not address.is_reserved
-    inner = _carried(address)
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return is_allowed(str(address.ipv4_mapped), also)
-    return public and all(is_allowed(str(one), also) for one in inner)
+    carried = _carried(address)
+    if carried:
+        return all(is_allowed(str(one), also) for one in carried)
+    return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 def _carried(address: Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 addresses that an IPv6 one leads to; for Teredo, its server and its client."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
-    carried = [address.sixtofour, *(address.teredo or ())]
+    carried = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     if address in _NAT64:
         carried.append(ipaddress.IPv4Address(int(address) & _LOW_32_BITS))
     return [one for one in carried if one is not None]

@@ -120,9 +120,10 @@ def check_video_seconds(seconds: float, where: str) -> None:
 
 def check_start(start: float, seconds: float, where: str) -> None:
     """Refuses a start time that leaves less than the minimum of a video that lasts `seconds`. Raises RequestError."""
-    latest = math.floor((min(seconds, SECONDS[1]) - SECONDS[0]) * 1000) / 1000
-    if not 0 <= start <= seconds - SECONDS[0]:
-        rule = f"start_time_seconds must be at least 0 and leave {SECONDS[0]:g} s of the video's {seconds:.3f} s"
+    usable = min(seconds, SECONDS[1])
+    latest = math.floor((usable - SECONDS[0]) * 1000) / 1000
+    if not 0 <= start <= usable - SECONDS[0]:
+        rule = f"start_time_seconds must be at least 0 and leave {SECONDS[0]:g} s of the video's {usable:.3f} s"
         raise RequestError(where, f"start_time_seconds {start}", rule, 0.0 if not start > 0 else latest)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 from runtime.media.container import opened
@@ -72,7 +71,4 @@ def _check_track(track: Track, start: float, where: str) -> None:
     check_sides(*track.shown, "video", where)
     check_video_seconds(float(track.seconds), where)
     check_rate(track.rate, where)
-    # Not a number is caught by the comparison: it is false for it.
-    if not math.isfinite(start):
-        check_start(math.nan, float(track.seconds), where)
     check_start(start, float(track.seconds), where)

@@ -41,8 +41,13 @@ def get(url: SplitResult, address: str, bytes_maximum: int, seconds: float, cloc
     end = clock() + seconds
     connection = _connection(url, address, seconds)
     try:
-        with _ended(connection, seconds):
-            return _exchange(connection, url, bytes_maximum, end, clock)
+        connection.connect()
+        with _ended(connection.sock, max(end - clock(), 0)):
+            answer = _exchange(connection, url, bytes_maximum)
+        # A connection that was ended by us looks like one that the server ended.
+        if clock() >= end:
+            raise WebError("too late")
+        return answer
     except (HTTPError, OSError, ValueError) as error:
         if clock() >= end:
             raise WebError(f"took longer than {seconds:g} s") from error
@@ -65,13 +70,14 @@ def _connection(url: SplitResult, address: str, seconds: float) -> HTTPConnectio
 
 
 @contextmanager
-def _ended(connection: HTTPConnection, seconds: float) -> Iterator[None]:
-    """Ends the connection at the deadline: a socket's own timeout begins anew with every byte that drips in."""
+def _ended(connected: socket.socket | None, seconds: float) -> Iterator[None]:
+    """Ends a connection at the deadline: a socket's own timeout begins anew with every byte that drips in."""
 
     def end() -> None:
-        if isinstance(connection.sock, socket.socket):
+        # The connection forgets its socket as soon as an answer begins, so it is taken before.
+        if connected is not None:
             with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                connected.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -82,7 +88,7 @@ def _ended(connection: HTTPConnection, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _exchange(connection: HTTPConnection, url: SplitResult, bytes_maximum: int, end: float, clock: Clock) -> Answer:
+def _exchange(connection: HTTPConnection, url: SplitResult, bytes_maximum: int) -> Answer:
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     headers = {"Host": url.netloc, "Accept-Encoding": "identity", "User-Agent": "h3trt"}
     connection.request("GET", target, headers=headers, preload_content=False, decode_content=False)
@@ -93,10 +99,10 @@ def _exchange(connection: HTTPConnection, url: SplitResult, bytes_maximum: int, 
         raise WebError(f"the server answers {response.status}")
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise WebError("the server compresses what was asked for uncompressed")
-    return Answer(_body(response, bytes_maximum, end, clock))
+    return Answer(_body(response, bytes_maximum))
 
 
-def _body(response: BaseHTTPResponse, bytes_maximum: int, end: float, clock: Clock) -> bytes:
+def _body(response: BaseHTTPResponse, bytes_maximum: int) -> bytes:
     claimed = response.headers.get("Content-Length", "")
     if claimed.isdigit() and int(claimed) > bytes_maximum:
         raise WebError(f"the server announces {int(claimed)} bytes, more than {bytes_maximum}")
@@ -106,10 +112,6 @@ def _body(response: BaseHTTPResponse, bytes_maximum: int, end: float, clock: Clo
         total += len(part)
         if total > bytes_maximum:
             raise WebError(f"the server sends more than {bytes_maximum} bytes")
-        if clock() >= end:
-            raise WebError("took too long")
-    if claimed.isdigit() and total != int(claimed):
-        raise WebError(f"the server announces {int(claimed)} bytes and sends {total}")
     return b"".join(parts)
 
 

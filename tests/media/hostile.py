@@ -16,6 +16,9 @@ from runtime.media.facts import Kind
 from tests.media.clips import Track, even, noise, picture, saved, sound, video, wav
 from tests.media.heif import box, full, heic
 
+BOMB = zlib.compress(bytes(250 << 20), 1)
+"""A megabyte that unpacks to more than may be taken."""
+
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"dinf", b"edts", b"mvex", b"moof", b"traf")
 
 
@@ -68,7 +71,6 @@ def _images() -> dict[str, bytes]:
     scan = jpeg[jpeg.index(b"\xff\xda") : -2]
     frames = [picture(), picture().rotate(180)]
     sof = jpeg.index(b"\xff\xc0")
-    bomb = zlib.compress(bytes(100 << 20), 1)
     pixels = zlib.compress(bytes(1000))
     return {
         "png_of_40000_by_40000": png(png_header(40_000, 40_000), (b"IDAT", pixels), (b"IEND", b"")),
@@ -79,7 +81,7 @@ def _images() -> dict[str, bytes]:
         "png_animated": saved(frames[0], "PNG", save_all=True, append_images=frames[1:]),
         "png_with_too_few_pixels": png(png_header(5000, 5000), (b"IDAT", pixels), (b"IEND", b"")),
         "png_with_a_text_bomb": png(
-            png_header(300, 300), (b"zTXt", b"a\0\0" + bomb), (b"IDAT", pixels), (b"IEND", b"")
+            png_header(300, 300), (b"zTXt", b"a\0\0" + BOMB), (b"IDAT", pixels), (b"IEND", b"")
         ),
         "gif_named_png": saved(frames[0].quantize(), "GIF", save_all=True, append_images=frames[1:]),
         "svg": b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
@@ -95,6 +97,7 @@ def _images() -> dict[str, bytes]:
         "webp_whose_canvas_lies": _webp_on_a_larger_canvas(webp),
         "heic_truncated": still[: len(still) // 2],
         "heic_that_claims_5000_by_5000": heic(np.asarray(picture(256, 256)), claimed=(5000, 5000)),
+        "heic_whose_picture_is_larger_than_it_says": heic(np.zeros((1024, 1024, 3), np.uint8), claimed=(256, 256)),
         "heic_without_items": box(b"ftyp", b"heic", bytes(4), b"mif1heic") + full(b"meta", 0, 0),
     }
 
@@ -139,7 +142,7 @@ def _videos() -> dict[str, bytes]:
         "mp4_of_15_frames_a_second": video(even(3, 15)),
         "mp4_of_120_frames_a_second": video(even(3, 120)),
         "mp4_of_1_second": video(even(1, 24)),
-        "mp4_of_16_seconds": video(even(16, 24)),
+        "mp4_of_16_seconds": video(even(16, 24), encoder={"preset": "ultrafast"}),
         "mp4_with_a_16_second_soundtrack": video(track=Track(16)),
         "mp4_of_64_pixels": video(size=(64, 64)),
         "mp4_of_pixels_a_million_times_as_wide": edited(clip, b"stsd", _wide_pixels),
@@ -204,8 +207,7 @@ def _wide_pixels(payload: bytes) -> bytes:
 
 def _sounds() -> dict[str, bytes]:
     good = wav(noise(3, 8000, 1), 8000)
-    packed = zlib.compress(bytes(200 << 20), 1)
-    frame = b"TIT2" + struct.pack(">I", len(packed) + 4) + b"\0\x09" + b"\x7f\x7f\x7f\x7f" + packed
+    frame = b"TIT2" + struct.pack(">I", len(BOMB) + 4) + b"\0\x09" + b"\x7f\x7f\x7f\x7f" + BOMB
     return {
         "wav_truncated": good[: len(good) // 2],
         "wav_that_claims_10_hours": good[:40] + struct.pack("<I", 36_000 * 16_000) + good[44:],
@@ -258,6 +260,7 @@ DECODED = frozenset(
         "png_with_too_few_pixels",
         "png_with_a_text_bomb",
         "heic_that_claims_5000_by_5000",
+        "heic_whose_picture_is_larger_than_it_says",
         "mp4_whose_frames_grow",
         "mp4_whose_frames_shrink",
         "mp4_whose_frames_are_missing",
