@@ -234,7 +234,9 @@ def _pipeline(request: Resolved, recorder: _Recorder, components: Mapping[str, A
     pipeline = blocks.init_pipeline()
     pipeline.update_components(**{name: components[name] for name in components if name in pipeline.component_names})
     if request.task == "ref2va":
-        pipeline.update_components(reference_image_short_edge=request.reference_short_edge)
+        # The clip's own sides are given, so that this edge is for videos alone.
+        edges = request.reference_short_edge, request.video_reference_short_edge
+        pipeline.update_components(reference_image_short_edge=edges[0], canvas_short_edge=edges[1])
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

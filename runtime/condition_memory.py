@@ -89,9 +89,10 @@ class EncoderSizes:
 NO_CONDITIONS, NO_ENCODERS = Conditions(), EncoderSizes()
 
 
-def reencoded(resolved: Resolved, short_edge: int, dimensions: Dimensions) -> tuple[Reference, ...]:
+def reencoded(resolved: Resolved, image_edge: int, dimensions: Dimensions) -> tuple[Reference, ...]:
     """The references of a request with another short edge of its images."""
-    target = Target(resolved.width, resolved.height, resolved.frames, short_edge)
+    edges = image_edge, resolved.video_reference_short_edge
+    target = Target(resolved.width, resolved.height, resolved.frames, *edges)
     return tuple(reference(one.known(""), one.role, target, dimensions) for one in resolved.references)
 
 

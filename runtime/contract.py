@@ -55,6 +55,8 @@ DEFAULT_RATIO = "16:9"
 AUTOMATIC = ("adaptive", "auto")
 REFERENCE_EDGES = range(256, 2048 + 1, 32)
 """Short edges, in pixels, that an image reference may be given."""
+VIDEO_REFERENCE_EDGES = range(256, SHORT_EDGE + 1, 32)
+"""The same of a video reference."""
 PARAMETERS_DEPTH = 8
 CRF_RANGE = (1, 51)
 """Constant rate factors. 0 is left out: it selects the lossless profile, which browsers do not play."""
@@ -243,6 +245,13 @@ _REFERENCES = (
         Step(REFERENCE_EDGES, "px"),
         "the short edge that reference images are resized to; rows and time grow with its square",
         REFERENCE_EDGES[-1],
+        tasks=("ref2va",),
+    ),
+    Field(
+        "video_reference_short_edge",
+        Step(VIDEO_REFERENCE_EDGES, "px"),
+        "the short edge that reference videos are resized to; rows and time grow with its square",
+        VIDEO_REFERENCE_EDGES[-1],
         tasks=("ref2va",),
     ),
     Field(

@@ -31,12 +31,13 @@ class KnownFile:
 
 @dataclass(frozen=True)
 class Target:
-    """What a reference is fitted to: the clip's sides and frames, and the short edge of ref2va's images."""
+    """What a reference is fitted to: the clip's sides and frames, and the short edges of ref2va's pictures."""
 
     width: int
     height: int
     frames: int
-    short_edge: int
+    image_edge: int
+    video_edge: int
 
 
 class Reference(BaseModel):
@@ -128,7 +129,7 @@ class _Sizes:
 
 def _image(facts: ImageFacts, role: Role, target: Target, dimensions: Dimensions) -> _Sizes:
     if role == "reference":
-        width, height = geometry.image_size(facts.width, facts.height, target.short_edge)
+        width, height = geometry.image_size(facts.width, facts.height, target.image_edge)
     else:
         width, height = target.width, target.height
     grid = geometry.image_grid(width, height, dimensions.processor)
@@ -136,7 +137,7 @@ def _image(facts: ImageFacts, role: Role, target: Target, dimensions: Dimensions
 
 
 def _video(facts: VideoFacts, where: str, target: Target, dimensions: Dimensions) -> _Sizes:
-    width, height = geometry.video_size(facts.width, facts.height)
+    width, height = geometry.video_size(facts.width, facts.height, target.video_edge)
     frames = min(facts.frames, target.frames)
     try:
         encoded = geometry.video_frames(facts.frames, target.frames, dimensions.video_vae)

@@ -105,6 +105,7 @@ class Resolved(BaseModel):
     condition_audio_rows: int = Field(description="packed rows of both channels of the references' sounds")
     reference_order: Literal["as_sent", "by_type"]
     reference_short_edge: int
+    video_reference_short_edge: int
     keyframe_geometry: KeyframeGeometry
     condition_seed: int = Field(description="seed that the references' latents are drawn with, whatever the clip's")
     forwards: int = Field(description="evaluations of the denoiser")
@@ -133,6 +134,7 @@ class Resolved(BaseModel):
             "num_outputs_per_prompt": self.outputs,
             "reference_order": self.reference_order,
             "reference_short_edge": self.reference_short_edge,
+            "video_reference_short_edge": self.video_reference_short_edge,
             "keyframe_geometry": self.keyframe_geometry,
             "media": self.media.model_dump(),
             **self._ends(),
@@ -210,6 +212,7 @@ def resolve(
         condition_audio_rows=condition_rows[1],
         reference_order=fields.value("reference_order"),
         reference_short_edge=fields.value("reference_short_edge"),
+        video_reference_short_edge=fields.value("video_reference_short_edge"),
         keyframe_geometry=fields.value("keyframe_geometry"),
         condition_seed=CONDITION_SEED,
         forwards=forwards,
@@ -273,7 +276,8 @@ def _references(
 ) -> tuple[Reference, ...]:
     """The media with every size decided."""
     roles: list[Role] = list(_keyframes(fields, len(media))) if task == "fl2va" else ["reference" for _ in media]
-    target = Target(shape.width, shape.height, shape.frames, fields.value("reference_short_edge"))
+    edges = fields.value("reference_short_edge"), fields.value("video_reference_short_edge")
+    target = Target(shape.width, shape.height, shape.frames, *edges)
     return tuple(reference(one, role, target, dimensions) for one, role in zip(media, roles, strict=True))
 
 

@@ -278,7 +278,7 @@ sides = st.tuples(st.integers(256, 5760), st.integers(256, 5760)).filter(lambda 
 def test_pictures_and_videos_have_the_peers_sizes(theirs, size):
     height, width = theirs.preprocessing.resolve_minimax_h3_output_canvas(size[0] / size[1], 768)
     assert geometry.keyframe_canvas(*size) == (width, height)
-    assert geometry.video_size(*size) == theirs.reference_video._reference_video_shape(*size)
+    assert geometry.video_size(*size, 768) == theirs.reference_video._reference_video_shape(*size)
     shape = theirs.preprocessing.resolve_minimax_h3_reference_image_shape(SimpleNamespace(size=size))
     assert geometry.image_size(*size, 2048) == shape
 

@@ -167,6 +167,15 @@ REFERENCES = (
     ),
     # 3 s of 24 frames, cut to 56 = 17 x 3 + 5: 17 latents of 1024x768; 2 s of sound: 80 latents a channel.
     _ok("rows of a video", REF, SOUND_VIDEO, condition_video_rows=17 * 768, condition_audio_rows=160),
+    # 352 x 256 of 1.33:1.
+    _ok(
+        "rows of a small video",
+        {**REF, "video_reference_short_edge": 256},
+        SOUND_VIDEO,
+        condition_video_rows=17 * 8 * 11,
+        condition_audio_rows=160,
+        video_reference_short_edge=256,
+    ),
     _ok("a reference edge of 2048", {**REF, "reference_short_edge": 2048}, IMAGE, reference_short_edge=2048),
     _no("10 images", REF, [IMAGE] * 10, "IMAGES", "'10 images'", "at most 9 images", "9 images"),
     _no("4 videos", REF, [VIDEO] * 4, "VIDEOS", "'4 videos'", "at most 3 videos", "3 videos"),
@@ -199,6 +208,15 @@ REFERENCES = (
         "2049",
         "steps of 32",
         "2048",
+    ),
+    _no(
+        "video edge 800",
+        {**REF, "video_reference_short_edge": 800},
+        [VIDEO],
+        "video_reference_short_edge",
+        "800",
+        "steps of 32",
+        "768",
     ),
     _no(
         "reference edge 300",
