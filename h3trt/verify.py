@@ -129,10 +129,16 @@ def _all_checks(
 
 
 def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]:
-    """Each engine as it was built, its first and last instance, at the graph's trial sizes, against eager torch."""
-    profile = engines.manifest.profile
+    """Each engine as it was built, its first and last instance, at the graph's trial sizes, against eager torch.
+
+    An engine that has the same weights in several partitions is checked once.
+    """
+    profile, bindings = engines.manifest.profile, engines.manifest.bindings
+    first = profile.partitions[0]
     for partition in profile.partitions:
         for graph in profile_graphs(checkpoint, profile, partition, engines.root / WEIGHTS):
+            if partition != first and bindings[partition][graph.name] == bindings[first][graph.name]:
+                continue
             for instance in sorted({0, len(graph.weights) - 1}):
                 worst = _worst(*_engine_differences(engines, graph, instance, partition))
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)
