@@ -27,7 +27,7 @@ def segmented(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile.write_text(f"row_chunk = {ROW_CHUNK}\n" + (PROFILES / "cpu.toml").read_text())
     shutil.copytree(store, directory / "engines")
     report = build(EngineStore.open(store).manifest.checkpoint.root, profile, directory / "engines")
-    assert {step.split(".")[0] for step in report.built} == {"fl2va", "block", "manifest"}
+    assert {step.split(".")[0] for step in report.built} == {"fl2va", "ref2va", "block", "manifest"}
     return report.store
 
 
