@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from bench import host
-from bench.synthetic import open_engines, synthetic_store
+from bench.denoiser import memory
+from bench.synthetic import RandomWeights, open_engines, synthetic_store
+from engines.plan import Workload, make_plan, released_outline
 from engines.profile import Profile
 from runtime.events import Cancellation, Event
 from runtime.intake import Taken
@@ -22,11 +24,12 @@ PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven c
 def measure(folder: Path, profile: Profile, seconds: int = 10, forwards: int = 4) -> dict[str, Any]:
     """Seconds of each stage of a request whose engines are warm; the schedule's tables are made anew."""
     store = synthetic_store(profile, folder)
-    engines = open_engines(store)
+    weights = RandomWeights(store.manifest)
+    engines = open_engines(store, weights)
     pipeline = Pipeline(engines, Tokenizer(store.tokenizer_file))
     pipeline.warm()
     wanted = {"aspect_ratio": "16:9", "seed": 1}
-    short = {**wanted, "duration": 4, "num_inference_steps": 2}
+    short = {**wanted, "duration": 4, "num_inference_steps": 1}
     _generate(pipeline, pipeline.take(PROMPT, short))
     torch.cuda.reset_peak_memory_stats()
     whole = {**wanted, "duration": seconds, "num_inference_steps": forwards}
@@ -41,7 +44,7 @@ def measure(folder: Path, profile: Profile, seconds: int = 10, forwards: int = 4
         "stages_s": stages,
         "total_s": sum(stages.values()),
         "mp4_bytes": size,
-        "reserved": torch.cuda.max_memory_reserved(),
+        "memory": memory(make_plan(profile, released_outline(), Workload(forwards=forwards)), weights),
     }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engines.graphs import profile_graphs
 from engines.sessions.engine_set import EngineSet
-from engines.store import WEIGHTS, Manifest, Partition
+from engines.store import WEIGHTS, Partition
 from export.binding import bind
 from export.checkpoint import Checkpoint, materialise
 from export.compare import draw

@@ -34,6 +34,7 @@ class Fast:
     """An implementation for one kind of device: `function` has the reference's signature.
 
     `minimum` is the lowest compute capability (major, minor) that it runs on; (0, 0) where the device has none.
+    `below` is the first that it does not: machine code of one architecture runs on no later one.
     `plain`: it is made of torch's own operators, which a compiler may fuse with their neighbours.
     """
 
@@ -41,6 +42,7 @@ class Fast:
     function: Callable[..., Any]
     minimum: tuple[int, int] = (0, 0)
     plain: bool = False
+    below: tuple[int, int] = (1000, 0)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Op:
         return tuple(n for n, kind in self._parameters.items() if kind is not torch.Tensor)
 
     @cached_property
+    def attribute_types(self) -> dict[str, type]:
+        """int or float, by name of the number argument."""
+        return {name: self._parameters[name] for name in self.attributes}
+
+    @cached_property
     def torch_op(self) -> torch.library.CustomOpDef:
         """The torch.library operator; registered when first used."""
         op = torch.library.custom_op(f"{DOMAIN}::{self.name}", self._run, mutates_args=(), schema=self.schema)
@@ -96,7 +103,7 @@ class Op:
 
     def implementation(self, device: str, capability: tuple[int, int] = (0, 0)) -> Callable[..., Any]:
         """The first fast implementation that fits the device, else the reference."""
-        fits = (f.function for f in self.fast if f.device == device and f.minimum <= capability)
+        fits = (f.function for f in self.fast if f.device == device and f.minimum <= capability < f.below)
         return next(fits, self.reference)
 
     def plain_implementation(

@@ -1,1 +1,1 @@
-"""Kernels in the Triton language, for GPUs; imported when an op first runs there, since CPU hosts have no compiler."""
+"""Kernels for GPUs, in the Triton language or in CUDA C++: imported and compiled when an op first runs on one."""

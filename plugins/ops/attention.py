@@ -6,6 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugins.kernels import flash_attention_3, hopper_attention
 from plugins.op import Fast, Op
 
 
@@ -36,6 +37,22 @@ def cudnn(
         return _laid_out(scaled_dot_product_attention(query, key, value, scale=scale), query)
 
 
+def hopper(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, TRT_decomposable: int
+) -> torch.Tensor:
+    """What is fastest on Hopper: FlashAttention-3 where its wheel is installed, else the kernel of our own.
+
+    Measured at 58,880 rows in bench/results/attention_h200.json; cuDNN's takes what neither does.
+    """
+    if flash_attention_3.serves(query):
+        return _laid_out(flash_attention_3.attend(query, key, value, scale), query)
+    if not hopper_attention.serves(query, key, value):
+        return cudnn(query, key, value, scale, TRT_decomposable)
+    rows = torch.full((1,), query.shape[-2], device=query.device)
+    dense = torch.zeros(1, device=query.device)
+    return hopper_attention.attend(hopper_attention.BFLOAT16, query, key, value, rows, dense, scale)[0]
+
+
 def _laid_out(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """The result in the layout that `fake` promises; kernels differ in which one they choose."""
     promised = torch.empty_like(query)
@@ -50,5 +67,10 @@ OP = Op(
     reference,
     fake,
     BODY,
-    fast=(Fast("cuda", cudnn, minimum=(9, 0)), Fast("cuda", reference), Fast("cpu", reference)),
+    fast=(
+        Fast("cuda", hopper, minimum=hopper_attention.CAPABILITY, below=hopper_attention.ABOVE),
+        Fast("cuda", cudnn, minimum=(9, 0)),
+        Fast("cuda", reference),
+        Fast("cpu", reference),
+    ),
 )

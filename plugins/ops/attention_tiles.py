@@ -8,6 +8,9 @@ skipped or not, and every decision can be made from the tiles' maxima.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
 
@@ -51,6 +54,17 @@ def _skipped(
     before = pad(maxima.cummax(-1).values[..., :-1], (1, 0), value=LOWEST)
     low = (torch.exp(maxima - before) < threshold.to(scores)) | ~valid
     return pad(low, (0, 0, 0, -rows % query_tile), value=True).unflatten(-2, (-1, query_tile)).all(-2)
+
+
+def laid_out(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The result in the query's dtype and layout, which is what fakes promise."""
+    return torch.empty_like(query).copy_(result)
+
+
+def result_shapes(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Sizes of an attention's result and of its counts, from those of its inputs [B, H, S, d]."""
+    sizes = list(inputs[0])
+    return sizes, sizes[:2]
 
 
 VALID = """

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
-from plugins.op import Op
-from plugins.ops.attention_tiles import LOWEST, MIXED, SCORES, VALID, valid_column, valid_only
+from plugins.kernels.hopper_attention import ABOVE, BFLOAT16, CAPABILITY, attend, serves
+from plugins.op import Fast, Op
+from plugins.ops.attention_tiles import LOWEST, MIXED, SCORES, VALID, laid_out, result_shapes, valid_column, valid_only
+from plugins.tensorrt_plugin import creator
 
 
 def reference(
@@ -19,14 +23,24 @@ def reference(
     valid = valid_column(query, valid_rows)
     query_wide, key_wide, value_wide = (valid_only(x, valid) for x in (query, key, value))
     scores = torch.where(valid.T, query_wide @ key_wide.mT * scale, LOWEST)
-    return torch.where(valid, scores.softmax(-1) @ value_wide, 0).to(query.dtype)
+    return laid_out(torch.where(valid, scores.softmax(-1) @ value_wide, 0), query)
 
 
 def fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid_rows: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """A result with the query's shape and dtype."""
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+    """A result with the query's shape, dtype and layout."""
+    return torch.empty_like(query)
+
+
+def hopper(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid_rows: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The kernel for Hopper, which reads `valid_rows` on the device."""
+    if not serves(query, key, value):
+        return reference(query, key, value, valid_rows, scale)
+    dense = torch.zeros(1, device=query.device)
+    return attend(BFLOAT16, query, key, value, valid_rows, dense, scale)[0]
 
 
 BODY = (
@@ -36,4 +50,17 @@ BODY = (
     + MIXED.format(weights="all_weights", value="wide_value")
 )
 
-OP = Op("dense_attention", reference, fake, BODY)
+
+def plugin(trt: ModuleType) -> object:
+    """The TensorRT plugin's creator."""
+    return creator(trt, OP, lambda inputs: result_shapes(inputs)[:1])
+
+
+OP = Op(
+    "dense_attention",
+    reference,
+    fake,
+    BODY,
+    fast=(Fast("cuda", hopper, minimum=CAPABILITY, below=ABOVE),),
+    tensorrt=plugin,
+)

@@ -54,7 +54,7 @@ def scaled_mm(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor)
     channels, inner = weight.shape
     if channels % _TENSOR_CORE_MULTIPLE or inner % _TENSOR_CORE_MULTIPLE or not x.numel():
         return reference(x, weight, weight_scale)
-    values, scale = quantise_rows(x.reshape(-1, inner).float())
+    values, scale = _quantise_quickly(x.reshape(-1, inner).float())
     # The second operand is wanted column by column, which is how [N, K] rows lie.
     if x.dtype == torch.bfloat16:
         scales = scale, weight_scale.unsqueeze(0)
@@ -65,6 +65,15 @@ def scaled_mm(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor)
         sums = torch._scaled_mm(values, weight.T, one, one, out_dtype=torch.float32, use_fast_accum=True)
         result = (sums * scale * weight_scale).to(x.dtype)
     return result.reshape(*x.shape[:-1], channels)
+
+
+def _quantise_quickly(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantise_rows`, with one division a row instead of one an element, which kernels of this kind wait for.
+
+    The product with a reciprocal is off by an ulp of float32, which E4M3's rounding sees once in some ten thousand.
+    """
+    scale = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(SCALE_FLOOR)
+    return (x * scale.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
 def scaled_rows(largest: float) -> str:

@@ -7,14 +7,27 @@ floor and the static scale of the weights as in spec/contract.md 4.2.
 from __future__ import annotations
 
 import warnings
+from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
 
-from plugins.op import Op
-from plugins.ops.attention_tiles import MIXED, SCORES, SKIPPED, VALID, tile_weights, valid_column, valid_only
+from plugins.kernels.hopper_attention import ABOVE, BFLOAT16, CAPABILITY, QUERY_TILE, SAGE, attend, serves
+from plugins.op import Fast, Op
+from plugins.ops.attention_tiles import (
+    MIXED,
+    SCORES,
+    SKIPPED,
+    VALID,
+    laid_out,
+    result_shapes,
+    tile_weights,
+    valid_column,
+    valid_only,
+)
 from plugins.ops.fp8_linear import E4M3, E4M3_MAX
 from plugins.ops.skip_softmax_attention import RESULTS
+from plugins.tensorrt_plugin import creator
 
 AMAX_FLOOR = 1e-3
 """Least magnitude that a scale maps to 448, so that a block of zeros gives zeros (spec/contract.md 4.2)."""
@@ -59,7 +72,7 @@ def reference(
     # The sum of the weights is not rounded, as kernels have it before they round.
     total = weights.sum(-1, keepdim=True)
     weights = weights if short else rounded(weights, weights.new_ones(()) / WEIGHT_SCALE)
-    return torch.where(valid, weights @ value_wide / total, 0).to(query.dtype), skipped
+    return laid_out(torch.where(valid, weights @ value_wide / total, 0), query), skipped
 
 
 def fake(
@@ -74,9 +87,30 @@ def fake(
     query_tile: int,
     key_tile: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result with the query's shape and dtype, and its counts."""
+    """A result with the query's shape, dtype and layout, and its counts."""
     counts = query.new_empty(query.shape[:2], dtype=torch.int64)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), counts
+    return torch.empty_like(query), counts
+
+
+def hopper(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid_rows: torch.Tensor,
+    threshold: torch.Tensor,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    query_tile: int,
+    key_tile: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel for Hopper, if blocks and tiles are its own: a scale for each query and for each tile of keys."""
+    own = (1, SAGE.keys, QUERY_TILE, SAGE.keys)
+    if not serves(query, key, value) or (query_block, key_block, query_tile, key_tile) != own:
+        sizes = (query_block, key_block, query_tile, key_tile)
+        return reference(query, key, value, valid_rows, threshold, scale, *sizes)
+    variant = BFLOAT16 if is_short(key, key_block) else SAGE
+    return attend(variant, query, key, value, valid_rows, threshold, scale)
 
 
 def is_short(key: torch.Tensor, key_block: int) -> bool:
@@ -190,4 +224,18 @@ BODY = (
     + MIXED.format(weights="used_weights", value="value_used")
 )
 
-OP = Op("sage_attention", reference, fake, BODY, results=RESULTS)
+
+def plugin(trt: ModuleType) -> object:
+    """The TensorRT plugin's creator."""
+    return creator(trt, OP, result_shapes)
+
+
+OP = Op(
+    "sage_attention",
+    reference,
+    fake,
+    BODY,
+    results=RESULTS,
+    fast=(Fast("cuda", hopper, minimum=CAPABILITY, below=ABOVE),),
+    tensorrt=plugin,
+)

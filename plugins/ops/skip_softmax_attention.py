@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
-from plugins.op import Op
-from plugins.ops.attention_tiles import MIXED, SCORES, SKIPPED, VALID, tile_weights, valid_column, valid_only
+from plugins.kernels.hopper_attention import ABOVE, BFLOAT16, CAPABILITY, QUERY_TILE, attend, serves
+from plugins.op import Fast, Op
+from plugins.ops.attention_tiles import (
+    MIXED,
+    SCORES,
+    SKIPPED,
+    VALID,
+    laid_out,
+    result_shapes,
+    tile_weights,
+    valid_column,
+    valid_only,
+)
+from plugins.tensorrt_plugin import creator
 
 RESULTS = ("result", "skipped")
 
@@ -31,7 +45,7 @@ def reference(
     scores = query_wide @ key_wide.mT * scale
     weights, skipped = tile_weights(scores, valid, threshold, query_tile, key_tile)
     mixed = weights @ value_wide / weights.sum(-1, keepdim=True)
-    return torch.where(valid, mixed, 0).to(query.dtype), skipped
+    return laid_out(torch.where(valid, mixed, 0), query), skipped
 
 
 def fake(
@@ -44,9 +58,25 @@ def fake(
     query_tile: int,
     key_tile: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result with the query's shape and dtype, and its counts."""
+    """A result with the query's shape, dtype and layout, and its counts."""
     counts = query.new_empty(query.shape[:2], dtype=torch.int64)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), counts
+    return torch.empty_like(query), counts
+
+
+def hopper(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid_rows: torch.Tensor,
+    threshold: torch.Tensor,
+    scale: float,
+    query_tile: int,
+    key_tile: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel for Hopper, if the tiles are its own."""
+    if not serves(query, key, value) or (query_tile, key_tile) != (QUERY_TILE, BFLOAT16.keys):
+        return reference(query, key, value, valid_rows, threshold, scale, query_tile, key_tile)
+    return attend(BFLOAT16, query, key, value, valid_rows, threshold, scale)
 
 
 BODY = (
@@ -56,4 +86,18 @@ BODY = (
     + MIXED.format(weights="weights", value="wide_value")
 )
 
-OP = Op("skip_softmax_attention", reference, fake, BODY, results=RESULTS)
+
+def plugin(trt: ModuleType) -> object:
+    """The TensorRT plugin's creator."""
+    return creator(trt, OP, result_shapes)
+
+
+OP = Op(
+    "skip_softmax_attention",
+    reference,
+    fake,
+    BODY,
+    results=RESULTS,
+    fast=(Fast("cuda", hopper, minimum=CAPABILITY, below=ABOVE),),
+    tensorrt=plugin,
+)

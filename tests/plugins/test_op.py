@@ -75,7 +75,7 @@ def test_an_entry_alone_is_enough_to_export_and_run_an_operation(affine: Op) -> 
     [
         ("cpu", (0, 0), attention.reference),
         ("cuda", (8, 9), attention.reference),
-        ("cuda", (9, 0), attention.cudnn),
+        ("cuda", (9, 0), attention.hopper),
         ("cuda", (10, 3), attention.cudnn),
     ],
 )

@@ -1,0 +1,109 @@
+"""The ops as plugins: registered with TensorRT's own registry (its lean runtime's, of the same version), and run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorrt_lean_bindings as trt
+import torch
+
+from plugins.op import Op
+from plugins.registry import REGISTRY
+from plugins.tensorrt_plugin import PluginError, run
+
+WITH_PLUGINS = [op for op in REGISTRY if op.tensorrt is not None]
+EACH = pytest.mark.parametrize("op", WITH_PLUGINS, ids=lambda op: op.name)
+
+NUMBERS = {"scale": 0.125, "query_block": 1, "key_block": 16, "query_tile": 64, "key_tile": 128}
+
+
+@pytest.fixture
+def registered() -> Any:
+    """The registry with every creator; they are taken out again."""
+    registry = trt.get_plugin_registry()
+    creators = [op.tensorrt(trt) for op in WITH_PLUGINS if op.tensorrt]
+    assert all(registry.register_creator(creator, creator.plugin_namespace) for creator in creators)
+    yield registry
+    for creator in creators:
+        registry.deregister_creator(creator)
+
+
+def make(registry: Any, op: Op, leave_out: str | None = None) -> Any:
+    kinds = {int: (np.int64, trt.PluginFieldType.INT64), float: (np.float32, trt.PluginFieldType.FLOAT32)}
+    fields = [
+        trt.PluginField(name, np.array([NUMBERS[name]], kinds[kind][0]), kinds[kind][1])
+        for name, kind in op.attribute_types.items()
+        if name != leave_out
+    ]
+    creator = registry.get_creator(op.name, "1", "h3")
+    return creator.create_plugin(op.name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
+
+
+def test_attention_ops_have_plugins() -> None:
+    assert {op.name for op in WITH_PLUGINS} >= {"dense_attention", "skip_softmax_attention", "sage_attention"}
+
+
+@EACH
+def test_creator_is_found_by_name_version_and_namespace(op: Op, registered: Any) -> None:
+    creator = registered.get_creator(op.name, "1", "h3")
+    assert [field.name for field in creator.field_names] == list(op.attributes)
+
+
+@EACH
+def test_plugin_keeps_its_attributes_through_clone_and_serialisation(op: Op, registered: Any) -> None:
+    plugin = make(registered, op).clone()
+    saved = {field.name: np.asarray(field.data).item() for field in plugin.get_fields_to_serialize()}
+    assert saved == {name: NUMBERS[name] for name in op.attributes}
+    again = registered.get_creator(op.name, "1", "h3").create_plugin(
+        op.name, plugin.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME
+    )
+    assert again.attributes == plugin.attributes
+
+
+@EACH
+def test_types_are_those_of_the_op(op: Op, registered: Any) -> None:
+    plugin = make(registered, op)
+    types = {"valid_rows": trt.DataType.INT64, "threshold": trt.DataType.FLOAT, "skipped": trt.DataType.INT64}
+    wanted = [types.get(name, trt.DataType.BF16) for name in (*op.inputs, *op.results)]
+    described = [described_as(kind) for kind in wanted]
+    inputs = len(op.inputs)
+    assert all(plugin.supports_format_combination(i, described, inputs) for i in range(len(wanted)))
+    assert plugin.get_output_data_types(wanted[:inputs]) == wanted[inputs:]
+    described[1] = described_as(trt.DataType.FLOAT)
+    assert not plugin.supports_format_combination(1, described, inputs)
+    described[1] = described_as(trt.DataType.BF16, "CHW32")
+    assert not plugin.supports_format_combination(1, described, inputs)
+    assert plugin.num_outputs == len(op.results)
+
+
+def described_as(kind: Any, form: str = "LINEAR") -> SimpleNamespace:
+    return SimpleNamespace(desc=SimpleNamespace(type=kind, format=SimpleNamespace(name=form)))
+
+
+def test_missing_attribute_is_named(registered: Any) -> None:
+    op = next(op for op in WITH_PLUGINS if op.name == "sage_attention")
+    with pytest.raises(PluginError, match="plugin sage_attention: attribute key_block is missing"):
+        make(registered, op, leave_out="key_block")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@EACH
+def test_enqueue_on_a_gpu_is_the_torch_op(op: Op) -> None:
+    given = {"valid_rows": torch.tensor([300], device="cuda"), "threshold": torch.zeros(1, device="cuda")}
+    heads = (torch.randn(1, 2, 320, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    inputs = [given[name] if name in given else next(heads) for name in op.inputs]
+    attributes = {name: NUMBERS[name] for name in op.attributes}
+    expected = op(*inputs, *attributes.values())
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in expected]
+    names = {torch.float32: "FLOAT", torch.bfloat16: "BF16", torch.int64: "INT64"}
+    described = [SimpleNamespace(dims=x.shape, type=SimpleNamespace(name=names[x.dtype])) for x in (*inputs, *outputs)]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    run(op, attributes, described, [x.data_ptr() for x in (*inputs, *outputs)], stream.cuda_stream)
+    stream.synchronize()
+    for found, wanted in zip(outputs, expected, strict=True):
+        assert torch.equal(found, wanted)
