@@ -144,7 +144,6 @@ def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)
 
 
-
 def _engine_differences(engines: EngineSet, graph: Graph, instance: int, partition: Partition) -> Iterator[float]:
     """Largest difference of each output at each trial, relative to the output's largest magnitude."""
     binding = bind(graph)

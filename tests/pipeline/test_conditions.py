@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ import torch
 from PIL import Image
 
 from export.checkpoint import Checkpoint
-from h3trt import reference as reference_module
 from h3trt.reference import ReferencePipeline
 from h3trt.verify import Check, pipeline_checks
 from h3trt.verify_requests import picture, sound
-from runtime import geometry
 from runtime.condition_cache import ConditionCache
 from runtime.decode import decode_video
 from runtime.events import Cancellation, Cancelled, Event, Reporter
@@ -32,15 +28,13 @@ PROMPT = "A red fox runs over fresh snow"
 CLIP: dict[str, Any] = {"duration": 5, "width": 256, "height": 256, "num_inference_steps": 2, "seed": 7}
 """The shortest clip that diffusers makes, on the smallest canvas."""
 
-SMALL: dict[str, Any] = {**CLIP, "task": "ref2va", "reference_short_edge": 256}
+SMALL: dict[str, Any] = {**CLIP, "task": "ref2va", "reference_short_edge": 256, "video_reference_short_edge": 256}
 
 QUICK: dict[str, Any] = {**CLIP, "duration": 4, "num_inference_steps": 1}
 QUICK_REFERENCE: dict[str, Any] = {**SMALL, "duration": 4, "num_inference_steps": 1}
 """The shortest clips of this server, in one forward, where diffusers is not asked."""
 
 EXACT = ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices", "timesteps")
-
-VIDEO_SIDE = 256
 
 
 @pytest.fixture(scope="module")
@@ -66,42 +60,6 @@ def pipeline(store: Path) -> Pipeline:
 @pytest.fixture(scope="module")
 def reference(pipeline: Pipeline) -> ReferencePipeline:
     return ReferencePipeline(Checkpoint.open(pipeline.manifest.checkpoint.root))
-
-
-@pytest.fixture
-def small_videos(pipeline: Pipeline, reference: ReferencePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Videos of a short edge of 256 instead of 768 on both sides, and no clip encoded twice on either.
-
-    768 x 768 is the smallest canvas of a video: 16 tiles of 17 frames a clip, each of which takes seconds on a CPU.
-    """
-    make = reference_module._pipeline
-
-    def smaller(*arguments: Any) -> Any:
-        made = make(*arguments)
-        made.update_components(canvas_short_edge=VIDEO_SIDE)
-        return made
-
-    monkeypatch.setattr(reference_module, "_pipeline", smaller)
-    monkeypatch.setattr(geometry, "video_size", lambda width, height: (VIDEO_SIDE, VIDEO_SIDE))
-    conditioner = pipeline._conditioner
-    monkeypatch.setattr(conditioner, "_encode_tile", _once(conditioner._encode_tile))
-    vae = reference._components["vae"]
-    monkeypatch.setattr(vae, "_encode_clip", _once(vae._encode_clip))
-
-
-_MADE: dict[str, torch.Tensor] = {}
-
-
-def _once(encode: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a function of a tensor gave for the same tensor before, in any test."""
-
-    def remembered(frames: torch.Tensor) -> torch.Tensor:
-        key = f"{encode.__qualname__} {hashlib.sha256(frames.contiguous().numpy().tobytes()).hexdigest()}"
-        if key not in _MADE:
-            _MADE[key] = encode(frames)
-        return _MADE[key]
-
-    return remembered
 
 
 def ignore(event: Event) -> None:
@@ -155,7 +113,6 @@ def test_reference_images_and_sounds_are_those_of_diffusers(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_videos")
 def test_a_video_without_sound_is_that_of_diffusers(
     silent_video: bytes, pipeline: Pipeline, reference: ReferencePipeline
 ) -> None:
@@ -166,7 +123,6 @@ def test_a_video_without_sound_is_that_of_diffusers(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_videos")
 def test_a_video_with_sound_among_others_is_that_of_diffusers(
     video_with_sound: bytes, pipeline: Pipeline, reference: ReferencePipeline
 ) -> None:
@@ -179,15 +135,22 @@ def test_a_video_with_sound_among_others_is_that_of_diffusers(
     checked(pipeline, reference, taken)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.slow
 def test_three_images_two_videos_and_a_sound_are_those_of_diffusers(
     video_with_sound: bytes, silent_video: bytes, pipeline: Pipeline, reference: ReferencePipeline
 ) -> None:
-    """At the canvas that videos have."""
     pictures = [picture(288, 320, 1), picture(256, 600, 2), picture(300, 300, 4)]
     files: Files = {"image": pictures, "video": [video_with_sound, silent_video], "audio": [sound(3)]}
     checked(pipeline, reference, pipeline.take(PROMPT, SMALL, files))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_video_of_the_usual_size_is_that_of_diffusers(
+    silent_video: bytes, pipeline: Pipeline, reference: ReferencePipeline
+) -> None:
+    taken = pipeline.take(PROMPT, {**SMALL, "video_reference_short_edge": 768}, {"video": [silent_video]})
+    checked(pipeline, reference, taken)
 
 
 def square(colour: tuple[int, int, int]) -> bytes:
