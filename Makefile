@@ -9,7 +9,7 @@ SUBJECT ?= block
 # Values reach the shell through the environment and never as text of a recipe, so that quotes, dollars, backquotes and
 # newlines in them mean themselves. $(value) takes them before make expands anything; unexport keeps make from expanding
 # what was given on its command line.
-unexport PROMPT SECONDS ASPECT_RATIO WIDTH HEIGHT SEED FORWARDS OUT PROFILE CHECKPOINT
+unexport PROMPT SECONDS ASPECT_RATIO WIDTH HEIGHT SEED FORWARDS OUT PROFILE CHECKPOINT SUBJECT
 export H3_PROMPT := $(value PROMPT)
 export H3_SECONDS := $(value SECONDS)
 export H3_ASPECT_RATIO := $(value ASPECT_RATIO)
@@ -20,6 +20,7 @@ export H3_FORWARDS := $(value FORWARDS)
 export H3_OUT := $(value OUT)
 export H3_PROFILE := $(value PROFILE)
 export H3_CHECKPOINT := $(value CHECKPOINT)
+export H3_SUBJECT := $(value SUBJECT)
 
 H3TRT := $(VENV)/bin/h3trt
 INSTALLED := $(VENV)/.installed
@@ -76,7 +77,7 @@ verify: setup ## compare engines and pipeline with the reference (PROFILE=cpu)
 	$(H3TRT) verify --profile "$$H3_PROFILE"
 
 bench: setup ## measure on this machine's GPU (PROFILE=h200_inductor SUBJECT=block)
-	$(H3TRT) bench $(SUBJECT) --profile "$$H3_PROFILE"
+	$(H3TRT) bench --profile "$$H3_PROFILE" -- "$$H3_SUBJECT"
 
 doctor: setup ## check this machine, and say what mends what is missing
 	$(H3TRT) doctor

@@ -12,6 +12,7 @@ from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph
 from export.graphs.model import Compute, component_graphs
 from export.linears import Quantisable
+from export.passes.choose_attention import choose_attention
 from export.passes.quantise_linears import quantise_linears
 from export.schemes import SchemeName
 from export.sidecar import Sidecar, plan_sidecar
@@ -59,7 +60,9 @@ def profile_sidecars(
 def _components(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, tuple[Graph, ...]]:
     precision = profile.precision
     compute = Compute(COMPUTE[precision.text_encoder], COMPUTE[precision.denoiser], COMPUTE[precision.video_decoder])
-    return component_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
+    components = component_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
+    denoiser = tuple(choose_attention(graph, profile.attention.blocks) for graph in components["denoiser"])
+    return components | {"denoiser": denoiser}
 
 
 def _plan(

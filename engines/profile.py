@@ -152,10 +152,26 @@ class Precision(_Table):
 
 
 class Attention(_Table):
-    """Attention of the transformer's blocks and of the refiner's."""
+    """Attention of the transformer's blocks and of the refiner's.
 
-    blocks: Literal["dense"]
+    `skip_threshold` is the weight, relative to a row's largest, below which tiles of keys are left out by "skip" and
+    "sage+skip"; only in steps whose video sigma is at most `skip_below`: what is decided while nearly all is noise
+    decides the most.
+    """
+
+    blocks: Literal["dense", "sage", "skip", "sage+skip"]
     refiner: Literal["dense"]
+    skip_threshold: Annotated[float, Field(ge=0, le=1)] = 0.0
+    skip_below: Annotated[float, Field(ge=0, le=1)] = 0.97
+
+    @property
+    def skips(self) -> bool:
+        """Whether blocks may leave tiles out."""
+        return self.blocks.endswith("skip")
+
+    def threshold_at(self, sigma: float) -> float:
+        """The threshold of a step, by its video sigma: 0, which leaves out nothing, above `skip_below`."""
+        return self.skip_threshold if sigma <= self.skip_below else 0.0
 
 
 class Ranks(_Table):
@@ -292,6 +308,9 @@ class Profile(_Table):
     def _problems(self) -> list[str]:
         """What each key has against the others, as "key = value: rule"."""
         found = self._gpu_problems() if self.on_gpu else self._cpu_problems()
+        if self.attention.skips != (self.attention.skip_threshold > 0):
+            rule = "must be above 0 with blocks that skip, and only with these"
+            found.append(f"attention.skip_threshold = {self.attention.skip_threshold:g}: {rule}")
         if self.backend == "inductor" and self.weights == "baked":
             found.append("weights = 'baked': must be 'bound' with backend = 'inductor'")
         for stage, ranks in self.ranks:
@@ -311,6 +330,9 @@ class Profile(_Table):
         missing = [key for key in ("device", "residency", "gpus", "shapes") if not getattr(self, key)]
         found = [f"{key}: is missing; backend = {self.backend!r} needs it" for key in missing]
         found += [f"shapes.{axis}: is missing" for axis in AXES if self.shapes and axis not in self.shapes]
+        if self.attention.blocks != "dense" and self.backend.startswith("tensorrt"):
+            rule = f"must be 'dense' with backend = {self.backend!r}; 'inductor' has kernels for it"
+            found.append(f"attention.blocks = {self.attention.blocks!r}: {rule}")
         if self.device is not None and self.precision.denoiser == "nvfp4" and not self.device.nvfp4_tflops:
             rule = f"{self.device.title} has no such units; must be fp8 or bfloat16"
             found.append(f"precision.denoiser = 'nvfp4': {rule}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Subject(StrEnum):
     """What can be measured."""
 
+    ATTENTION = "attention"
     GEMM = "gemm"
     ROWS = "rows"
     BLOCK = "block"
@@ -34,15 +35,16 @@ def register(app: typer.Typer) -> None:
 def bench(
     subject: Annotated[Subject, typer.Argument(help="What to measure.")],
     profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = "h200_inductor",
-    rows: Annotated[int, typer.Option(min=1, help="Rows of gemm, rows and block.")] = 58_880,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of attention, gemm, rows and block.")] = 58_880,
     forwards: Annotated[int, typer.Option(min=2, help="Forwards of denoiser and end-to-end.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder of the JSON, the table and the plot.")] = Path("bench/results"),
     work: Annotated[Path, typer.Option(help="Folder that compiled engines are kept in.")] = Path("build/bench"),
 ) -> None:
     """Measure on this machine's GPU, at released dimensions, with random weights and data.
 
-    gemm: the block's products. rows: the work between them. block: one transformer block beside diffusers'. denoiser:
-    whole forwards, and memory beside the plan. vae: the tiles of a clip and its MP4. end-to-end: a request, by stages.
+    attention: dense and its variants beside peers. gemm: the block's products. rows: the work between them. block: one
+    transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles of a clip
+    and its MP4. end-to-end: a request, by stages.
     """
     import torch
 
@@ -64,12 +66,14 @@ def bench(
 
 def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards: int) -> Callable[[], dict[str, Any]]:
     """What is to be measured, ready to be called."""
-    from bench import block, denoiser, end_to_end, gemm, vae
+    from bench import attention, block, denoiser, end_to_end, gemm, vae
     from bench import rows as row_work
+    from bench.measuring import ROUNDS
     from engines.plan import released_outline
 
     size = released_outline().dimensions.denoiser
     return {
+        Subject.ATTENTION: lambda: attention.measure(rows, ROUNDS),
         Subject.GEMM: lambda: gemm.measure(size, rows),
         Subject.ROWS: lambda: row_work.measure(size, rows),
         Subject.BLOCK: lambda: block.measure(work, rows),

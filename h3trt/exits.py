@@ -46,6 +46,7 @@ _CODES = {
     ("export.bake", "BakeError"): Exit.ENGINES,
     ("export.linears", "LinearsError"): Exit.ENGINES,
     ("export.sidecar", "SidecarError"): Exit.ENGINES,
+    ("engines.backends.inductor", "CompileError"): Exit.ENGINES,
     ("engines.backends.onnxruntime", "LoweringError"): Exit.ENGINES,
     ("engines.backends.tensorrt.request", "PlanError"): Exit.ENGINES,
     ("engines.layers", "LayersError"): Exit.ENGINES,

@@ -54,6 +54,8 @@ class Op:
     text of an ONNX function's statements; inputs and @attributes have the reference's names, outputs those of
     `results`; an op with several of these returns a tuple. `tensorrt` makes the IPluginCreator from
     TensorRT's Python module; without one TensorRT takes the op by its name or inlines the function.
+    `fused`: a compiler that takes the reference apart, and fuses it with its neighbours, does better than a fast
+    implementation that it can only call.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Op:
     fast: tuple[Fast, ...] = ()
     tensorrt: Callable[[ModuleType], object] | None = None
     results: tuple[str, ...] = ("result",)
+    fused: bool = False
 
     @cached_property
     def schema(self) -> str:
@@ -110,6 +113,8 @@ class Op:
         self, device: str, capability: tuple[int, int] = (0, 0)
     ) -> Callable[..., torch.Tensor] | None:
         """The implementation for a device, where a compiler can look into it; None for one that it must call."""
+        if self.fused:
+            return self.reference
         opaque = {f.function for f in self.fast if not f.plain}
         found = self.implementation(device, capability)
         return None if found in opaque else found

@@ -68,7 +68,7 @@ def plugin_class(trt: ModuleType, op: Op, shapes: Shapes) -> Any:
     """
     build, runtime = _build(trt, op, shapes), _runtime(trt, op)
 
-    class Plugin(trt.IPluginV3OneCore, build, runtime, trt.IPluginV3):  # type: ignore[misc, valid-type]
+    class Plugin(trt.IPluginV3OneCore, build, runtime, trt.IPluginV3):  # type: ignore[misc, name-defined, valid-type]
         def __init__(self, attributes: dict[str, Any]) -> None:
             for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
                 base.__init__(self)

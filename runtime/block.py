@@ -26,17 +26,28 @@ def block_graphs(manifest: Manifest) -> tuple[str, ...]:
     return SEGMENTS if SEGMENTS[0] in manifest.graphs else WHOLE
 
 
-def open_blocks(engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor]) -> Blocks:
-    """The blocks over rows whose `modulation_index` [S], `cos` and `sin` [S, 48] are given."""
+def open_blocks(
+    engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor], attention: Mapping[str, torch.Tensor]
+) -> Blocks:
+    """The blocks over rows whose `modulation_index` [S], `cos` and `sin` [S, 48] are given.
+
+    `attention` is what their attention takes beside the rows; it is read at every run.
+    """
     kind = SegmentedBlocks if block_graphs(engines.manifest) == SEGMENTS else WholeBlocks
-    return kind(engines, partition, rows)
+    return kind(engines, partition, rows, attention)
 
 
 class WholeBlocks:
     """A block is one engine."""
 
-    def __init__(self, engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor]) -> None:
-        self._engines, self._partition, self._rows = engines, partition, rows
+    def __init__(
+        self,
+        engines: EngineSet,
+        partition: Partition,
+        rows: Mapping[str, torch.Tensor],
+        attention: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._engines, self._partition, self._rows = engines, partition, {**rows, **attention}
 
     def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] after block `index`."""
@@ -50,8 +61,14 @@ class SegmentedBlocks:
     What they pass on is written where it belongs in the whole sequence, in buffers that all blocks share.
     """
 
-    def __init__(self, engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor]) -> None:
-        self._engines, self._partition, self._rows = engines, partition, rows
+    def __init__(
+        self,
+        engines: EngineSet,
+        partition: Partition,
+        rows: Mapping[str, torch.Tensor],
+        attention: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._engines, self._partition, self._rows, self._attention = engines, partition, rows, attention
         graphs, count = engines.manifest.graphs, len(rows["modulation_index"])
         chunk = engines.manifest.profile.row_chunk
         self._chunks = [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
@@ -65,7 +82,8 @@ class SegmentedBlocks:
         """Hidden [S, D] after block `index`."""
         for chunk in self._chunks:
             self._project(index, chunk, hidden, table)
-        self._engines.run("block.attend", self._heads, 0, self._partition, {"mixed": self._mixed})
+        heads = {**self._heads, **self._attention}
+        self._engines.run("block.attend", heads, 0, self._partition, {"mixed": self._mixed})
         result = self._hidden[index % 2]
         for chunk in self._chunks:
             self._finish(index, chunk, hidden, table, result)

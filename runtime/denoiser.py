@@ -152,12 +152,16 @@ class Denoiser:
             raise ValueError(f"conditions: {conditions.rows} rows, the layout has {sequence.condition_rows}")
         conditions, state = (rows.to(self._engines.device) for rows in (conditions, state))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
-        blocks = open_blocks(self._engines, self._partition, rows)
+        policy = self._engines.manifest.profile.attention
+        threshold = torch.zeros(1, device=self._engines.device)
+        attention = {"skip_threshold": threshold} if policy.skips else {}
+        blocks = open_blocks(self._engines, self._partition, rows, attention)
         slots = schedule.slots()
         self._fill_cache(slots, units)
         for step, timesteps in enumerate(slots):
             with units.one(f"forward {step + 1} of {schedule.forwards}"):
                 table = self.modulation(timesteps, units).to(self._engines.device)
+                threshold.fill_(policy.threshold_at(float(schedule.video.sigmas[step])))
                 video, audio = self._velocity(sequence, blocks, table, conditions, state, units)
                 state = State(
                     euler_step(schedule.video, step, state.video, video),

@@ -54,8 +54,11 @@ class Project(nn.Module):
 class Attend(nn.Module):
     """Attention over the whole sequence; has no weights."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]."""
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, skip_threshold: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; dense, it takes no threshold."""
+        assert skip_threshold is None
         return attend(query, key, value)
 
 
@@ -95,9 +98,10 @@ class Block(nn.Module):
         modulation_index: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        skip_threshold: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden [S, D] to hidden [S, D]; each row takes its shifts, scales and gates from its row of `modulation`."""
-        mixed = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin))
+        mixed = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin), skip_threshold)
         result: torch.Tensor = self.finish(hidden, mixed, modulation, modulation_index)
         return result
 

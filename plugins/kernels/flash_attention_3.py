@@ -23,7 +23,7 @@ def serves(query: torch.Tensor) -> bool:
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """`softmax(scale * query @ key^T) @ value` over all rows: [B, H, S, d] each, and so the result."""
-    from fa3_fwd_interface import flash_attn_func  # type: ignore[import-not-found]
+    from fa3_fwd_interface import flash_attn_func
 
     rows_first = (x.transpose(1, 2) for x in (query, key, value))
     result: torch.Tensor = flash_attn_func(*rows_first, softmax_scale=scale)

@@ -181,7 +181,8 @@ def norm_rotary(
 
 
 def gated_residual(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """As `plugins.ops.gated_residual.reference`, for contiguous x and update; rows of the gate may lie apart."""
+    """As `plugins.ops.gated_residual.reference`; rows of the gate may lie apart."""
+    x, update = x.contiguous(), update.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     _gated[(len(x),)](x, update, gate, index, out, x.shape[1], gate.stride(0), BLOCK=block, num_warps=WARPS)

@@ -53,6 +53,14 @@ def test_a_shipped_profile_holds_its_longest_clip_and_is_planned_at_once(outline
     assert all(peak <= plan.peak for stage in plan.stages for peak in stage.peaks)
 
 
+def test_a_compiled_block_is_planned_for_what_torchs_allocator_keeps(outline: Outline) -> None:
+    """What attention has left is reused, but for the wider products of the feed-forward's first matrix."""
+    plan = make_plan(Profile.load("h200_inductor"), outline, Workload())
+    # Normed rows; packed projection, queries, keys, result and the kernel's sums of exponentials; both halves.
+    row = 2 * 5376 + 2 * 6 * 7168 + 4 * 56 + 2 * 2 * 14336
+    assert plan.graph("block").activations == plan.rows.local * row
+
+
 def test_rtx5090_holds_the_fp8_denoiser_and_swaps_the_rest_in_sequence(outline: Outline) -> None:
     plan = make_plan(Profile.load("rtx5090"), outline, Workload())
     denoiser = sum(g.weights for g in plan.graphs if g.component == "denoiser")

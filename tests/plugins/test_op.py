@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plugins.op import Fast, Op
-from plugins.ops import attention
+from plugins.ops import attention, fp8_linear, swiglu
 from plugins.registry import REGISTRY
 from plugins.translation import translation_table
 
@@ -83,6 +83,15 @@ def test_implementation_is_chosen_by_device_and_capability(
     device: str, capability: tuple[int, int], expected: object
 ) -> None:
     assert attention.OP.implementation(device, capability) is expected
+
+
+def test_a_compiler_looks_into_what_is_plain_and_calls_what_is_not() -> None:
+    """Attention is called as it is; the quick product of 8-bit rows is fused; so is what a compiler fuses better."""
+    assert attention.OP.plain_implementation("cuda", (9, 0)) is None
+    assert fp8_linear.OP.plain_implementation("cuda", (9, 0)) is fp8_linear.scaled_mm
+    assert fp8_linear.OP.plain_implementation("cpu") is fp8_linear.reference
+    assert swiglu.OP.implementation("cuda", (9, 0)) is swiglu.kernel
+    assert swiglu.OP.plain_implementation("cuda", (9, 0)) is swiglu.reference
 
 
 def test_first_fitting_implementation_runs() -> None:

@@ -202,6 +202,7 @@ def test_a_missing_triton_names_the_set_up(monkeypatch: pytest.MonkeyPatch) -> N
         ("export.compare", "CompareError", Exit.ENGINES),
         ("export.bake", "BakeError", Exit.ENGINES),
         ("export.passes.name_tensors", "DeclarationError", Exit.ENGINES),
+        ("engines.backends.inductor", "CompileError", Exit.ENGINES),
         ("engines.backends.onnxruntime", "LoweringError", Exit.ENGINES),
         ("engines.build", "BuildError", Exit.ENGINES),
         ("engines.plan", "PlanError", Exit.USAGE),

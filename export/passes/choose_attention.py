@@ -1,0 +1,97 @@
+"""Puts another attention in the denoiser's blocks; the refiner's two are another graph, and stay dense always."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from export.graphs.block import Attend, Block
+from export.graphs.graph import Graph, TensorSpec
+from plugins.kernels.hopper_attention import BFLOAT16, QUERY_TILE, SAGE
+from plugins.ops.sage_attention import OP as SAGE_ATTENTION
+from plugins.ops.skip_softmax_attention import OP as SKIP_SOFTMAX_ATTENTION
+
+BlockAttention = Literal["dense", "sage", "skip", "sage+skip"]
+"""How blocks attend: all in the blocks' dtype; in 8-bit floats; without negligible tiles; both."""
+
+SKIP_THRESHOLD = "skip_threshold"
+"""The graph input that says how little a tile may weigh before it is left out: float32 [1], 0 leaves out none."""
+
+SAGE_TOLERANCE = 2.0**-3
+"""Largest difference of a SAGE block between ONNX Runtime and torch: where their float32 sums fall to different sides
+of a middle between two E4M3 values, those are 2^-3 apart."""
+
+_CHANGED = ("block", "block.attend")
+
+
+def choose_attention(graph: Graph, attention: BlockAttention) -> Graph:
+    """The graph with that attention, if it is one of a block that has attention; else as it is.
+
+    With "skip" it has one input more, `skip_threshold`, which the sampler sets for each step.
+    """
+    if attention == "dense" or graph.name not in _CHANGED:
+        return graph
+    threshold = (TensorSpec(SKIP_THRESHOLD, torch.float32, (1,)),) if skips(attention) else ()
+    tolerance = SAGE_TOLERANCE if quantises(attention) else graph.tolerance
+    module = partial(_build, graph, attention)
+    return replace(graph, module=module, inputs=(*graph.inputs, *threshold), tolerance=tolerance)
+
+
+def skips(attention: BlockAttention) -> bool:
+    """Whether tiles may be left out."""
+    return attention.endswith("skip")
+
+
+def quantises(attention: BlockAttention) -> bool:
+    """Whether attention is computed in 8-bit floats."""
+    return attention.startswith("sage")
+
+
+class SageAttend(Attend):
+    """SAGE attention over the whole sequence, in the blocks and tiles of the kernel for Hopper."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, skip_threshold: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; all tiles without a threshold."""
+        scale, sizes = query.shape[-1] ** -0.5, (1, SAGE.keys, QUERY_TILE, SAGE.keys)
+        heads = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        threshold = query.new_zeros(1, dtype=torch.float32) if skip_threshold is None else skip_threshold
+        result, _ = SAGE_ATTENTION(*heads, _rows(query), threshold, scale, *sizes)
+        return _rows_first(result)
+
+
+class SkippingAttend(Attend):
+    """Attention over the whole sequence without the tiles that weigh less than a threshold."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, skip_threshold: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; needs the threshold."""
+        assert skip_threshold is not None
+        heads = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        scale = query.shape[-1] ** -0.5
+        result, _ = SKIP_SOFTMAX_ATTENTION(*heads, _rows(query), skip_threshold, scale, QUERY_TILE, BFLOAT16.keys)
+        return _rows_first(result)
+
+
+def _build(graph: Graph, attention: BlockAttention) -> nn.Module:
+    attend = SageAttend() if quantises(attention) else SkippingAttend()
+    module = graph.module()
+    if not isinstance(module, Block):
+        return attend
+    module.attend = attend
+    return module
+
+
+def _rows(query: torch.Tensor) -> torch.Tensor:
+    """The number of rows as a tensor, which is how the ops take it: all of the sequence is valid."""
+    return torch.ones_like(query[:, 0, 0], dtype=torch.int64).sum(0, keepdim=True)
+
+
+def _rows_first(result: torch.Tensor) -> torch.Tensor:
+    return result.squeeze(0).transpose(0, 1).flatten(1)

@@ -1,0 +1,72 @@
+"""Blocks with another attention: equal to torch in ONNX Runtime, near the dense block, and nothing else is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from denoiser_checkpoint import DenoiserCheckpoint, denoiser_graphs
+
+from export.compare import compare
+from export.emit import Emitted, emit
+from export.graphs.graph import Graph
+from export.passes.choose_attention import BlockAttention, choose_attention
+from export.trace import build_module
+
+ATTENTIONS: tuple[BlockAttention, ...] = ("sage", "skip", "sage+skip")
+OPS = {"sage": "sage_attention", "skip": "skip_softmax_attention", "sage+skip": "sage_attention"}
+ENOUGH = 300
+"""Rows of more than one tile, and of a block of keys that is quantised."""
+
+
+@pytest.fixture(scope="session")
+def graphs(denoisers: dict[str, DenoiserCheckpoint]) -> dict[str, Graph]:
+    return denoiser_graphs(denoisers["diffusers"], torch.float32)
+
+
+@pytest.fixture(scope="session")
+def chosen(graphs: dict[str, Graph]) -> Callable[[str, BlockAttention], Emitted]:
+    def emitted(name: str, attention: BlockAttention) -> Emitted:
+        graph = choose_attention(graphs[name], attention)
+        return emit(replace(graph, trials=({"rows": 7}, {"rows": ENOUGH})))
+
+    return emitted
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["block", "block.attend"])
+def test_onnxruntime_agrees_with_eager(
+    chosen: Callable[[str, BlockAttention], Emitted], name: str, attention: BlockAttention
+) -> None:
+    emitted = chosen(name, attention)
+    found = [node.op_type for node in emitted.model.graph.node if node.domain == "h3"]
+    assert found.count(OPS[attention]) == 1
+    assert "Attention" not in found
+    inputs = [spec.name for spec in emitted.graph.inputs]
+    assert ("skip_threshold" in inputs) == attention.endswith("skip")
+    # compare() itself holds the graph's tolerance; without 8-bit roundings it is the dense graph's.
+    assert compare(emitted).worst <= emitted.graph.tolerance
+    assert (emitted.graph.tolerance < 1e-4) == (attention == "skip")
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_attention_is_that_of_the_dense_graph_but_for_what_it_rounds(
+    graphs: dict[str, Graph], attention: BlockAttention
+) -> None:
+    dense, other = (choose_attention(graphs["block.attend"], a) for a in ("dense", attention))
+    heads = tuple(torch.randn(ENOUGH, *spec.shape[1:]) for spec in dense.inputs)  # type: ignore[arg-type]
+    threshold = (torch.zeros(1),) if attention.endswith("skip") else ()
+    exact = build_module(dense)(*heads)
+    difference = (build_module(other)(*heads, *threshold) - exact).norm() / exact.norm()
+    # Without a threshold no tile is left out; E4M3's roundings come to some 5%.
+    assert difference < (1e-5 if attention == "skip" else 0.08)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_only_what_attends_in_a_block_changes(graphs: dict[str, Graph], attention: BlockAttention) -> None:
+    changed = {name for name, graph in graphs.items() if choose_attention(graph, attention) is not graph}
+    assert changed == {"block", "block.attend"}
+    assert all(choose_attention(graph, "dense") is graph for graph in graphs.values())
+    assert choose_attention(graphs["block"], attention).weights is graphs["block"].weights
