@@ -180,14 +180,24 @@ def test_a_video_with_sound_among_others_is_that_of_diffusers(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("small_videos")
 def test_three_images_two_videos_and_a_sound_are_those_of_diffusers(
     video_with_sound: bytes, silent_video: bytes, pipeline: Pipeline, reference: ReferencePipeline
 ) -> None:
-    """At the canvas that videos have."""
     pictures = [picture(288, 320, 1), picture(256, 600, 2), picture(300, 300, 4)]
     files: Files = {"image": pictures, "video": [video_with_sound, silent_video], "audio": [sound(3)]}
     checked(pipeline, reference, pipeline.take(PROMPT, SMALL, files))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_video_at_its_own_canvas_is_that_of_diffusers(
+    silent_video: bytes, pipeline: Pipeline, reference: ReferencePipeline
+) -> None:
+    """768 x 768: three clips of 16 tiles."""
+    taken = pipeline.take(PROMPT, SMALL, {"video": [silent_video]})
+    assert (taken.resolved.references[0].width, taken.resolved.references[0].height) == (768, 768)
+    checked(pipeline, reference, taken)
 
 
 def square(colour: tuple[int, int, int]) -> bytes:
