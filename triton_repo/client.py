@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ Files = Mapping[Kind, Sequence[bytes]]
 """The files of a request, each whole, by kind; a kind that has none may be left out."""
 
 POLL_SECONDS = 0.1
+
+REFUSAL = re.compile(r"\S+: (got .*|missing); ", re.DOTALL)
+"""How the text of a RequestError begins, which is all that tells one on a stream."""
 
 
 class Failure(Enum):
@@ -259,4 +263,5 @@ def _uncoded_failure(message: str) -> Failure:
         return Failure.UNAVAILABLE
     if message.startswith("cancelled"):
         return Failure.CANCELLED
-    return Failure.INVALID if "input" in message else Failure.INTERNAL
+    refused = "input" in message or REFUSAL.match(message)
+    return Failure.INVALID if refused else Failure.INTERNAL
