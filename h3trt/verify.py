@@ -12,7 +12,7 @@ import torch
 
 from engines.graphs import profile_graphs
 from engines.sessions.engine_set import EngineSet
-from engines.store import WEIGHTS, Partition
+from engines.store import WEIGHTS, Manifest, Partition
 from export.binding import bind
 from export.checkpoint import Checkpoint, materialise
 from export.compare import draw
@@ -131,17 +131,24 @@ def _all_checks(
 def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]:
     """Each engine as it was built, its first and last instance, at the graph's trial sizes, against eager torch.
 
-    An engine that has the same weights in several partitions is checked once.
+    What a partition shares with the one before it is checked once.
     """
-    profile, bindings = engines.manifest.profile, engines.manifest.bindings
-    first = profile.partitions[0]
+    profile = engines.manifest.profile
     for partition in profile.partitions:
         for graph in profile_graphs(checkpoint, profile, partition, engines.root / WEIGHTS):
-            if partition != first and bindings[partition][graph.name] == bindings[first][graph.name]:
+            if _is_repeated(engines.manifest, graph.name, partition):
                 continue
             for instance in sorted({0, len(graph.weights) - 1}):
                 worst = _worst(*_engine_differences(engines, graph, instance, partition))
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)
+
+
+def _is_repeated(manifest: Manifest, graph: str, partition: Partition) -> bool:
+    """Whether the first partition's engine is the same one, reading the same bytes of the same files."""
+    first = manifest.profile.partitions[0]
+    if partition == first or manifest.profile.weights == "baked" or not manifest.graphs[graph].weights:
+        return False
+    return manifest.bindings[partition][graph] == manifest.bindings[first][graph]
 
 
 def _engine_differences(engines: EngineSet, graph: Graph, instance: int, partition: Partition) -> Iterator[float]:
