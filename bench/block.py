@@ -20,7 +20,12 @@ from export.graphs.block import graphs as block_graphs
 from export.trace import BoundModule
 from plugins.dimensions import DenoiserDimensions
 
-PROFILES = {"bfloat16": "h200_inductor", "fp8 linears": "h200_inductor_fp8"}
+PROFILES = {
+    "bfloat16": "h200_inductor",
+    "fp8 linears": "h200_inductor_fp8",
+    "SAGE": "h200_inductor_sage",
+    "SAGE, fp8 linears": "h200_inductor_fp8_sage",
+}
 
 ROWS = 58_880
 LARGEST_ROWS = 110_592

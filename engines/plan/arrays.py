@@ -89,6 +89,12 @@ def compiled_block(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
     return normed + attention + 2 * size.ffn * widths.item
 
 
+def images(size: DenoiserDimensions, attention: str) -> float:
+    """A row of the copies that attention other than dense works on: E4M3 with a scale a query, or bfloat16."""
+    copies = {"dense": 0, "skip": 2 * 3 * size.inner}
+    return copies.get(attention, 3 * size.inner + FLOAT * size.heads)
+
+
 def project(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
     """A row of `block.project`, whose results are not its own memory."""
     widths = Widths.of(arithmetic)

@@ -203,14 +203,14 @@ class Costs:
     def _whole_block(self, runs: int) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         held = arrays.compiled_block if self.weighing.profile.backend == "inductor" else arrays.block
-        row = held(size, self._denoiser)
+        row = held(size, self._denoiser) + arrays.images(size, self.weighing.profile.attention.blocks)
         linear = 2.0 * self.weighing.weights["block"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + self._per_row) + self._table
         kept = arrays.projected(size, widths) + arrays.heads(size, widths) + arrays.feed_forward(size, widths)
         return Run(
             runs,
             rows.local * row,
-            operations(self._denoiser, runs * linear, runs * self._mixing),
+            operations(self._denoiser, runs * linear, runs * self._mixing, self._mixed),
             2 * rows.local * kept + io,
             io,
             workspace=LIBRARY_WORKSPACE,
@@ -238,10 +238,11 @@ class Costs:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         heads = rows.local * arrays.heads(size, widths)
         copied = rows.local * arrays.attend(size, self._denoiser)
+        copied += rows.local * arrays.images(size, self.weighing.profile.attention.blocks)
         return Run(
             runs,
             copied,
-            {self._compute: runs * self._mixing},
+            {self._mixed or self._compute: runs * self._mixing},
             2 * copied + heads,
             rows.local * size.inner * widths.item,
             attention=heads + copied,
@@ -260,6 +261,11 @@ class Costs:
     @property
     def _block_runs(self) -> int:
         return self._size.layers * self.workload.forwards
+
+    @property
+    def _mixed(self) -> Arithmetic | None:
+        """The arithmetic of the blocks' attention, where it is another than the rest's."""
+        return "fp8" if self.weighing.profile.attention.blocks.startswith("sage") else None
 
     @property
     def _mixing(self) -> float:

@@ -63,9 +63,14 @@ class Run:
     exchanged: float = 0
 
 
-def operations(arithmetic: Arithmetic, linear: float, attention: float) -> dict[Arithmetic, float]:
-    """Operations by arithmetic of matrix products and of attention, which is never quantised."""
-    mixing: Arithmetic = arithmetic if arithmetic.startswith("float") else "bfloat16"
+def operations(
+    arithmetic: Arithmetic, linear: float, attention: float, mixed: Arithmetic | None = None
+) -> dict[Arithmetic, float]:
+    """Operations by arithmetic of matrix products and of attention.
+
+    Attention is not quantised with the linears, but by a choice of its own: `mixed`.
+    """
+    mixing: Arithmetic = mixed or (arithmetic if arithmetic.startswith("float") else "bfloat16")
     found: dict[Arithmetic, float] = {arithmetic: linear}
     found[mixing] = found.get(mixing, 0.0) + attention
     return {name: count for name, count in found.items() if count}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines import machine
-from engines.profile import PROFILES, Profile, ProfileError
+from engines.profile import PROFILES, Attention, Profile, ProfileError
 
 CPU = (PROFILES / "cpu.toml").read_text()
 B300 = (PROFILES / "b300.toml").read_text()
@@ -141,3 +141,35 @@ def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
     assert machine.memory_bytes(tmp_path) == 1048576
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.memory_bytes(tmp_path) == physical
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ('blocks = "skip"', "attention.skip_threshold = 0: must be above 0 with blocks that"),
+        (
+            'blocks = "sage"\nskip_threshold = 0.001',
+            "attention.skip_threshold = 0.001: must be above 0 with blocks that",
+        ),
+        ('blocks = "skip"\nskip_threshold = 1.5', "attention.skip_threshold = 1.5: must be less than or equal to 1"),
+        ('blocks = "vsa"', "attention.blocks = 'vsa': must be 'dense', 'sage', 'skip' or 'sage+skip'"),
+    ],
+)
+def test_attention_that_cannot_be_is_refused(tmp_path: Path, lines: str, rule: str) -> None:
+    text = (PROFILES / "cpu.toml").read_text().replace('blocks = "dense"', lines)
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ProfileError) as error:
+        Profile.load(tmp_path / "mine.toml")
+    assert rule in str(error.value)
+
+
+def test_attention_without_a_kernel_in_the_backend_is_refused(tmp_path: Path) -> None:
+    text = (PROFILES / "h200.toml").read_text().replace('blocks = "dense"', 'blocks = "sage"')
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ProfileError, match="must be 'dense' with backend = 'tensorrt'; 'inductor' has kernels for it"):
+        Profile.load(tmp_path / "mine.toml")
+
+
+def test_tiles_are_skipped_once_there_is_less_noise_than_the_gate() -> None:
+    attention = Attention(blocks="skip", refiner="dense", skip_threshold=0.01, skip_below=0.97)
+    assert [attention.threshold_at(sigma) for sigma in (1.0, 0.98, 0.97, 0.5)] == [0, 0, 0.01, 0.01]

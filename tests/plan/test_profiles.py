@@ -22,7 +22,7 @@ SHORT = {"rtx5090": 12.25}
 
 EXPECTED = {
     "b200", "b300", "b300x4", "cpu", "gb10", "gb200x4", "h100x8", "h200", "h200_inductor",
-    "h200_inductor_fp8", "h200x2", "h200x4", "h200x8",
+    "h200_inductor_fp8", "h200_inductor_fp8_sage", "h200_inductor_sage", "h200x2", "h200x4", "h200x8",
     "rtx4090", "rtx4090x2", "rtx5090", "rtx5090x2", "rtxpro5000x4", "rtxpro6000",
 }  # fmt: skip
 
