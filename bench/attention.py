@@ -147,7 +147,7 @@ def _torch(backend: SDPBackend, x: Inputs) -> torch.Tensor:
 
 
 def _flash_fp8(x: Inputs) -> torch.Tensor:
-    from fa3_fwd_interface import flash_attn_func  # type: ignore[import-not-found]
+    from fa3_fwd_interface import flash_attn_func
 
     quantised = [_by_head(tensor.transpose(1, 2)) for tensor in x]
     (q, q_scale), (k, k_scale), (v, v_scale) = quantised

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from bench.measuring import in_turns, kernels
 from bench.synthetic import DEVICE, PARTITION, RandomWeights, draw_input, open_engines, synthetic_store
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
+from engines.store import EngineStore
 from export.binding import bind
 from export.checkpoint import Checkpoint
 from export.graphs.block import TABLE_ROWS
@@ -20,12 +21,15 @@ from export.graphs.block import graphs as block_graphs
 from export.trace import BoundModule
 from plugins.dimensions import DenoiserDimensions
 
-PROFILES = {
-    "bfloat16": "h200_inductor",
-    "fp8 linears": "h200_inductor_fp8",
-    "SAGE": "h200_inductor_sage",
-    "SAGE, fp8 linears": "h200_inductor_fp8_sage",
+SIDES: dict[str, tuple[str, Literal["dense", "sage"]]] = {
+    "bfloat16": ("h200_inductor", "dense"),
+    "SAGE": ("h200_inductor", "sage"),
+    "fp8 linears": ("h200_inductor_fp8", "dense"),
+    "SAGE, fp8 linears": ("h200_inductor_fp8", "sage"),
 }
+"""Shipped profiles, and the attention that takes the place of theirs."""
+
+PEER = "diffusers, torch.compile, cuDNN"
 
 ROWS = 58_880
 LARGEST_ROWS = 110_592
@@ -36,16 +40,16 @@ CHECKED_ROWS = 2048
 
 def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict[str, Any]:
     """Milliseconds of a block on each side, the kernels behind them, and the largest sequence."""
-    engines = {name: open_engines(block_store(folder, profile)) for name, profile in PROFILES.items()}
+    engines = {name: open_engines(block_store(folder, *side)) for name, side in SIDES.items()}
     dimensions = engines["bfloat16"].manifest.dimensions.denoiser
     ours = {name: caller(each, rows) for name, each in engines.items()}
     theirs = {
-        "diffusers, torch.compile, cuDNN": peer.block(dimensions, rows, compiled=True),
+        PEER: peer.block(dimensions, rows, compiled=True),
         "diffusers, eager": peer.block(dimensions, rows, compiled=False),
     }
     timings = in_turns({**ours, **theirs})
-    baseline = timings["diffusers, torch.compile, cuDNN"].median
-    sides = {**ours, "diffusers, torch.compile, cuDNN": theirs["diffusers, torch.compile, cuDNN"]}
+    baseline = timings[PEER].median
+    sides = {**ours, PEER: theirs[PEER]}
     seen = {name: kernels(run) for name, run in sides.items()}
     work = operations(dimensions, rows)
     result = {
@@ -94,9 +98,11 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-def block_store(folder: Path, profile: str) -> Any:
-    """A store of the block alone."""
-    return synthetic_store(Profile.load(profile), folder, ("block",))
+def block_store(folder: Path, profile: str, blocks: Literal["dense", "sage"]) -> EngineStore:
+    """A store of the block alone, with an attention of its own choice."""
+    loaded = Profile.load(profile)
+    attention = loaded.attention.model_copy(update={"blocks": blocks})
+    return synthetic_store(loaded.model_copy(update={"attention": attention}), folder, ("block",))
 
 
 def operations(dimensions: DenoiserDimensions, rows: int) -> dict[str, float]:
