@@ -39,11 +39,11 @@ def test_a_profile_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
         ('"bound"', '"glued"', "weights = 'glued': must be 'bound' or 'baked'"),
         ('"float32"', '"bfloat16"', "precision.text_encoder = 'bfloat16': must be 'float32' with backend"),
         ('"onnxruntime"', '"abacus"', "backend = 'abacus': must be 'onnxruntime'"),
-        ('["fl2va"]', '["ref2va"]', "partitions = ['ref2va']: must name fl2va, which text to video"),
-        ('["fl2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),
-        ('["fl2va"]', "[]", "partitions = []: must not be empty"),
-        ('["fl2va"]', '["t2va"]', "partitions.0 = 't2va': must be 'fl2va' or 'ref2va'"),
-        ('["fl2va"]', '"fl2va"', "partitions = 'fl2va': must be a list"),
+        ('["fl2va", "ref2va"]', '["ref2va"]', "partitions = ['ref2va']: must name fl2va, which text to video"),
+        ('["fl2va", "ref2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),
+        ('["fl2va", "ref2va"]', "[]", "partitions = []: must not be empty"),
+        ('["fl2va", "ref2va"]', '["t2va"]', "partitions.0 = 't2va': must be 'fl2va' or 'ref2va'"),
+        ('["fl2va", "ref2va"]', '"fl2va"', "partitions = 'fl2va': must be a list"),
         ('threads = "auto"', 'threads = "auto"\nname = "x"', "name = 'x': must not be given"),
         ('threads = "auto"', "ranks = 2", "ranks = 2: must be a table"),
         ('"80%"', '"\u0668\u0660%"', "memory = '\u0668\u0660%': must be a share"),
@@ -74,16 +74,16 @@ def test_a_mistake_is_named_by_file_key_value_and_rule(tmp_path: Path, old: str,
             f"shapes.audio_rows = [{shown}]: must be a list of whole numbers from 1, each above",
         )
         for size, wrong, shown in [
-            ("2048", "", ""),
-            ("2048", "0", "0"),
-            ("2048", "2048, 512", "2048, 512"),
-            ("2048", '"many"', "'many'"),
-            ("2048", "true", "True"),
-            ("2048", "1.5", "1.5"),
+            ("4096", "", ""),
+            ("4096", "0", "0"),
+            ("4096", "4096, 512", "4096, 512"),
+            ("4096", '"many"', "'many'"),
+            ("4096", "true", "True"),
+            ("4096", "1.5", "1.5"),
         ]
     ]
     + [
-        ("[2048]", "2048", "shapes.audio_rows = 2048: must be a list of whole numbers"),
+        ("[4096]", "2048", "shapes.audio_rows = 2048: must be a list of whole numbers"),
         ("audio_rows", "audio_row", "shapes.audio_row: unknown key; must be 'rows', "),
         *(
             ('denoiser = "resident"', f"denoiser = {wrong}", f'residency.denoiser = {shown}: must be "resident", ')
