@@ -25,7 +25,7 @@ export H3_SUBJECT := $(value SUBJECT)
 H3TRT := $(VENV)/bin/h3trt
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor lint types clean
+.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor peers lint types clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -81,6 +81,11 @@ bench: setup ## measure on this machine's GPU (PROFILE=h200_inductor SUBJECT=blo
 
 doctor: setup ## check this machine, and say what mends what is missing
 	$(H3TRT) doctor
+
+PEERS := vllm-omni==0.30.0 torchvision==0.28.0
+
+peers: setup ## what some tests compare with and nothing here needs; without it they are skipped
+	$(VENV)/bin/python -m pip download --progress-bar off --no-deps -d build/peers $(PEERS)
 
 lint: setup ## style
 	$(VENV)/bin/ruff check .

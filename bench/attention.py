@@ -1,18 +1,13 @@
 """Attention at the model's size beside its peers: time, error against float64, and time by the share of skipped tiles.
 
-    python -m bench.attention --rows 58880 --out bench/results/attention_h200.json
-
 Peers are cuDNN and FlashAttention-2 as torch has them, and FlashAttention-3 where its wheel is installed; all 8-bit
 sides are timed with the quantisation of their inputs. Operations are counted as 4 * rows^2 * 128 a head.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench import host
-from bench.measuring import in_turns
+from bench.measuring import ROUNDS, in_turns
 from plugins.kernels import flash_attention_3
 from plugins.kernels.hopper_attention import BFLOAT16, HEAD, SAGE, Variant, attend
 from plugins.ops.fp8_linear import E4M3, E4M3_MAX
@@ -42,19 +37,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Side = Callable[[Inputs], torch.Tensor]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=58_880)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/attention_h200.json"))
-    options = parser.parse_args(arguments)
-    found = measure(options.rows, options.rounds)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def measure(rows: int, rounds: int) -> dict[str, Any]:
+def measure(rows: int, rounds: int = ROUNDS) -> dict[str, Any]:
     """Everything, on one GPU."""
     found = {
         "what": f"attention of {HEADS} heads of {HEAD}, bfloat16 in and out",
@@ -164,7 +147,7 @@ def _torch(backend: SDPBackend, x: Inputs) -> torch.Tensor:
 
 
 def _flash_fp8(x: Inputs) -> torch.Tensor:
-    from fa3_fwd_interface import flash_attn_func  # type: ignore[import-not-found]
+    from fa3_fwd_interface import flash_attn_func
 
     quantised = [_by_head(tensor.transpose(1, 2)) for tensor in x]
     (q, q_scale), (k, k_scale), (v, v_scale) = quantised
@@ -178,7 +161,3 @@ def _by_head(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [B, S, H, d] in E4M3 with a scale for each head, [B, H]: the granularity that FlashAttention-3 takes."""
     scale = x.abs().amax(dim=(1, 3)).float() / E4M3_MAX
     return (x.float() / scale[:, None, :, None]).to(E4M3), scale
-
-
-if __name__ == "__main__":
-    main()

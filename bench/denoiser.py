@@ -13,10 +13,11 @@ from bench.synthetic import DEVICE, PARTITION, RandomWeights, open_engines, synt
 from engines.plan import Workload, make_plan, released_outline
 from engines.plan.plan import Plan
 from engines.profile import Profile
+from plugins.dimensions import TEXT_TAG
 from plugins.shape import Shape, canvas
 from runtime.denoiser import Denoiser, ModulationCache, State
-from runtime.events import Cancellation, Event, Reporter
-from runtime.packing import Layout, t2va_layout
+from runtime.events import Cancellation, Event, Reporter, Units
+from runtime.packing import Layout, layout
 from runtime.schedule import Schedule
 
 GRAPHS = ("context", "modulation.time", "modulation.adaln", "prologue", "block", "epilogue")
@@ -39,11 +40,11 @@ def measure(folder: Path, profile: Profile, forwards: int = 3) -> dict[str, Any]
     engines = open_engines(store, weights)
     denoiser = Denoiser(engines, PARTITION, ModulationCache(TABLES_BYTES))
     shape = Shape.of(*canvas(workload.aspect_ratio), plan.frames, store.manifest.dimensions)
-    layout = _layout(shape, workload.text_rows, store.manifest.dimensions.denoiser.patch)
+    packed = _layout(shape, workload.text_rows, store.manifest.dimensions.denoiser.patch)
     engines.warm()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    seconds = _run(denoiser, layout, shape, workload, store.manifest.dimensions.denoiser.text_dim)
+    seconds = _run(denoiser, packed, shape, workload, store.manifest.dimensions.denoiser.text_dim)
     timing = Timing(tuple(1e3 * each for each in seconds[1:]))
     return {
         "what": f"forwards of the whole transformer, {plan.rows.total} rows, random weights and data",
@@ -71,21 +72,22 @@ def memory(plan: Plan, weights: RandomWeights) -> dict[str, float]:
     }
 
 
-def _run(denoiser: Denoiser, layout: Layout, shape: Shape, workload: Workload, text_dim: int) -> list[float]:
+def _run(denoiser: Denoiser, packed: Layout, shape: Shape, workload: Workload, text_dim: int) -> list[float]:
     """Seconds of each step."""
     generator = torch.Generator(DEVICE).manual_seed(2)
     text = torch.randn(workload.text_rows, text_dim, device=DEVICE, generator=generator)
     video = torch.randn(shape.video_rows, 96, device=DEVICE, generator=generator)
     audio = torch.randn(shape.audio_rows, 32, device=DEVICE, generator=generator)
     schedule = Schedule.uniform(workload.forwards, VIDEO_SHIFT, AUDIO_SHIFT)
-    quiet = Reporter(_ignore, lambda: 0.0)
-    steps = denoiser.sample(denoiser.sequence(text, layout), schedule, State(video, audio), quiet, Cancellation())
+    units = Units("denoise", workload.forwards, Reporter(_ignore, lambda: 0.0), Cancellation())
+    none = State(video[:0], audio[:0])
+    steps = denoiser.sample(denoiser.sequence(text, packed), schedule, none, State(video, audio), units)
     return [once(lambda: next(steps)) / 1e3 for _ in range(workload.forwards)]
 
 
 def _layout(shape: Shape, text_rows: int, patch: tuple[int, int, int]) -> Layout:
     grid = shape.latent_frames, shape.latent_height, shape.latent_width
-    return t2va_layout(text_rows, *grid, shape.audio_latents, patch)
+    return layout(torch.full((text_rows,), TEXT_TAG), (), *grid, shape.audio_latents, patch)
 
 
 def _ignore(event: Event) -> None:

@@ -14,8 +14,8 @@ from bench.synthetic import RandomWeights, open_engines, synthetic_store
 from engines.plan import Workload, make_plan, released_outline
 from engines.profile import Profile
 from runtime.events import Cancellation, Event
+from runtime.intake import Taken
 from runtime.pipeline import Pipeline
-from runtime.request import Resolved, resolve
 from runtime.text import Tokenizer
 
 PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
@@ -30,11 +30,12 @@ def measure(folder: Path, profile: Profile, seconds: int = 10, forwards: int = 4
     pipeline.warm()
     wanted = {"aspect_ratio": "16:9", "seed": 1}
     short = {**wanted, "duration": 4, "num_inference_steps": 1}
-    _generate(pipeline, resolve(PROMPT, short, store.manifest.dimensions))
+    _generate(pipeline, pipeline.take(PROMPT, short))
     torch.cuda.reset_peak_memory_stats()
     whole = {**wanted, "duration": seconds, "num_inference_steps": forwards}
-    request = resolve(PROMPT, whole, store.manifest.dimensions)
-    stages, size = _generate(pipeline, request)
+    taken = pipeline.take(PROMPT, whole)
+    stages, size = _generate(pipeline, taken)
+    request = taken.resolved
     return {
         "what": f"{request.frames} frames of {request.width}x{request.height}, {forwards} forwards, prompt to MP4",
         "excludes": "start, and the weights' way to the device; random weights: the picture is noise, slow to encode",
@@ -47,7 +48,7 @@ def measure(folder: Path, profile: Profile, seconds: int = 10, forwards: int = 4
     }
 
 
-def _generate(pipeline: Pipeline, request: Resolved) -> tuple[dict[str, float], int]:
+def _generate(pipeline: Pipeline, taken: Taken) -> tuple[dict[str, float], int]:
     """Seconds from the first report of each stage to that of the next, and the size of the MP4."""
     marks: dict[str, float] = {}
 
@@ -56,6 +57,6 @@ def _generate(pipeline: Pipeline, request: Resolved) -> tuple[dict[str, float], 
             torch.cuda.synchronize()
             marks[event.stage] = time.perf_counter()
 
-    media = pipeline.generate(request, mark, Cancellation())
+    (media,) = pipeline.generate(taken, mark, Cancellation())
     ends = [*list(marks.values())[1:], time.perf_counter()]
     return {stage: end - start for (stage, start), end in zip(marks.items(), ends, strict=True)}, len(media)

@@ -26,8 +26,8 @@ from export.checkpoint import Checkpoint
 from h3trt.reference import ReferencePipeline
 from runtime.decode import decode_video
 from runtime.events import Cancellation, Event, Reporter
+from runtime.intake import Taken
 from runtime.pipeline import Pipeline
-from runtime.request import Resolved
 
 PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
 SHAPE = {"duration": 5, "aspect_ratio": "1:1", "width": 256, "height": 256}
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pipeline = Pipeline.open(options.store)
     pipeline.warm()
     reference = ReferencePipeline(Checkpoint.open(pipeline.manifest.checkpoint.root))
-    sides: dict[str, Callable[[Resolved], object]] = {
-        "engines": lambda request: media(pipeline, request),
-        "engines, to MP4": lambda request: pipeline.generate(request, _ignore, Cancellation()),
-        "diffusers": reference.run,
+    sides: dict[str, Callable[[Taken], object]] = {
+        "engines": lambda taken: media(pipeline, taken),
+        "engines, to MP4": lambda taken: list(pipeline.generate(taken, _ignore, Cancellation())),
+        "diffusers": lambda taken: reference.run(taken.resolved),
     }
     seconds = measure(sides, pipeline, options.forwards, options.rounds)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,28 +52,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    sides: dict[str, Callable[[Resolved], object]], pipeline: Pipeline, forwards: int, rounds: int
+    sides: dict[str, Callable[[Taken], object]], pipeline: Pipeline, forwards: int, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of each round by side; a first round is left out."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(rounds + 1):
-        request = pipeline.resolve(PROMPT, {**SHAPE, "num_inference_steps": forwards, "seed": index})
+        taken = pipeline.take(PROMPT, {**SHAPE, "num_inference_steps": forwards, "seed": index})
         for name, run in sides.items():
             started = time.perf_counter()
-            run(request)
+            run(taken)
             if index:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
 
 
-def media(pipeline: Pipeline, request: Resolved) -> tuple[torch.Tensor, torch.Tensor]:
+def media(pipeline: Pipeline, taken: Taken) -> tuple[torch.Tensor, torch.Tensor]:
     """Frames and waveform of a request: what diffusers' pipeline returns."""
     never = Cancellation()
-    text = pipeline.encode(pipeline.tokenize(request), _ignore, never)
-    video, audio = pipeline.denoise(request, text, _ignore, never)
+    encoded = pipeline.encode(taken, _ignore, never)
+    ((video, audio),) = pipeline.denoise(taken.resolved, encoded, _ignore, never)
     vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter(_ignore, time.monotonic)
     frames = torch.cat(list(decode_video(video, pipeline.decode_tile, vae, quiet, never)))
-    return frames, pipeline.waveform(audio)
+    return frames, pipeline.waveform(audio[0])
 
 
 def report(pipeline: Pipeline, forwards: int, seconds: dict[str, list[float]]) -> dict[str, Any]:

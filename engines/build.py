@@ -40,7 +40,7 @@ from export.binding import bind
 from export.checkpoint import Checkpoint
 from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
-from export.graphs.t2va import check_consumption
+from export.graphs.model import check_consumption
 
 PRODUCTS = ("engines", "portable", "tokenizer", "weights")
 """Directories of a store that hold nothing but what steps have made."""

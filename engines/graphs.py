@@ -10,7 +10,7 @@ import torch
 from engines.profile import Arithmetic, Partition, Precision, Profile
 from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph
-from export.graphs.t2va import Compute, component_graphs
+from export.graphs.model import Compute, component_graphs
 from export.linears import Quantisable
 from export.passes.choose_attention import choose_attention
 from export.passes.quantise_linears import quantise_linears

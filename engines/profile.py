@@ -55,14 +55,19 @@ Place = Literal["resident", "swapped", "streamed"]
 """Where a component's weights live: on the GPU from start to end; there while its stage runs; in host memory, passing
 through two slots on the GPU one instance at a time."""
 
-Component = Literal["text_encoder", "modulation", "denoiser", "video_decoder", "audio_decoder"]
+Component = Literal[
+    "text_encoder", "video_encoder", "audio_encoder", "modulation", "denoiser", "video_decoder", "audio_decoder"
+]
 """What a graph's residency is chosen by."""
 
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 _COMPONENTS: dict[str, Component] = {
     "text_encoder": "text_encoder",
+    "vision_encoder": "text_encoder",
     "context": "text_encoder",
+    "video_encoder_tile": "video_encoder",
+    "audio_encoder": "audio_encoder",
     "modulation": "modulation",
     "video_decoder_tile": "video_decoder",
     "audio_decoder": "audio_decoder",
@@ -73,12 +78,21 @@ _COMPONENTS: dict[str, Component] = {
 def component_of(graph: str) -> Component:
     """The component that a graph belongs to.
 
-    `context` goes with the text encoder: both run once a request, one after the other.
+    The vision encoder and `context` go with the text encoder: they run once a request, one after the other.
     """
     return _COMPONENTS.get(graph.partition(".")[0], "denoiser")
 
 
-AXES = ("rows", "text_rows", "video_rows", "audio_rows", "audio_latents")
+AXES = (
+    "rows",
+    "text_rows",
+    "video_rows",
+    "audio_rows",
+    "audio_latents",
+    "vision_rows",
+    "clip_frames",
+    "audio_samples",
+)
 """Named axes of the graphs whose sizes a profile may limit."""
 
 
@@ -129,7 +143,8 @@ class Device(_Table):
 
 
 class Precision(_Table):
-    """Arithmetic of each component. The audio decoder, and what else the model pins, is float32 in all of them."""
+    """Arithmetic of each component. The vision encoder's is the text encoder's, but never quantised. The video encoder,
+    the audio encoder and decoder, and what else the model pins, are float32 in all of them."""
 
     text_encoder: Literal["float32", "bfloat16", "fp8"]
     denoiser: Literal["float32", "bfloat16", "fp8", "nvfp4"]
@@ -172,6 +187,8 @@ class Residency(_Table):
     being streamed. Where something is swapped, one partition's transformer is on the GPU at a time."""
 
     text_encoder: Place
+    video_encoder: Place
+    audio_encoder: Place
     modulation: Place
     denoiser: Literal["resident", "swapped"] | Annotated[int, Field(ge=0)]
     video_decoder: Place

@@ -141,6 +141,8 @@ class _Dimensions:
         return {i: self._one(d) for i, d in enumerate(shape) if isinstance(d, Axis)}
 
     def _one(self, axis: Axis) -> object:
+        if not axis.provable:
+            return torch.export.Dim.DYNAMIC
         if axis.name not in self._known:
             step = axis.multiple
             name = axis.name if step == 1 else f"_{axis.name}"

@@ -42,9 +42,9 @@ def bench(
 ) -> None:
     """Measure on this machine's GPU, at released dimensions, with random weights and data.
 
-    attention: dense and its variants beside peers. gemm: the block's products. rows: the work between them. block: one
-    transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles of a clip
-    and its MP4. end-to-end: a request, by stages.
+    attention: kernels, their errors, and what skipping saves. gemm: the block's products. rows: the work between them.
+    block: one transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles
+    of a clip and its MP4. end-to-end: a request, by stages.
     """
     import torch
 
@@ -68,12 +68,11 @@ def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards
     """What is to be measured, ready to be called."""
     from bench import attention, block, denoiser, end_to_end, gemm, vae
     from bench import rows as row_work
-    from bench.measuring import ROUNDS
     from engines.plan import released_outline
 
     size = released_outline().dimensions.denoiser
     return {
-        Subject.ATTENTION: lambda: attention.measure(rows, ROUNDS),
+        Subject.ATTENTION: lambda: attention.measure(rows),
         Subject.GEMM: lambda: gemm.measure(size, rows),
         Subject.ROWS: lambda: row_work.measure(size, rows),
         Subject.BLOCK: lambda: block.measure(work, rows),

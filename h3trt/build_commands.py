@@ -105,11 +105,11 @@ def export(
     from export.checkpoint import Checkpoint
     from export.compare import compare
     from export.emit import emit
-    from export.graphs.t2va import Compute as Dtypes
-    from export.graphs.t2va import check_consumption, t2va_graphs
+    from export.graphs.model import Compute as Dtypes
+    from export.graphs.model import check_consumption, model_graphs
 
     opened = Checkpoint.open(checkpoint)
-    graphs = t2va_graphs(opened, partition.value, Dtypes.uniform(getattr(torch, compute.value)))
+    graphs = model_graphs(opened, partition.value, Dtypes.uniform(getattr(torch, compute.value)))
     check_consumption(opened, graphs, partition.value)
     out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -197,8 +197,8 @@ def verify(
 ) -> None:
     """Compare the engines with torch and the whole pipeline with diffusers, on the engines' own checkpoint.
 
-    Takes a clip of 5 s at 256x256, the smallest that diffusers generates. Ends with exit code 6 if a number is over
-    its limit.
+    Takes a clip of 5 s at 256x256, the smallest that diffusers generates, of each task that the engines serve. Ends
+    with exit code 6 if a number is over its limit.
     """
     from engines.store import write_atomically
     from h3trt.verify import verify as run

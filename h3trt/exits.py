@@ -39,7 +39,7 @@ _CODES = {
     ("engines.plan.plan", "PlanError"): Exit.USAGE,
     ("export.checkpoint.errors", "CheckpointError"): Exit.CHECKPOINT,
     ("export.binding", "BindingError"): Exit.CHECKPOINT,
-    ("export.graphs.t2va", "ConsumptionError"): Exit.CHECKPOINT,
+    ("export.graphs.model", "ConsumptionError"): Exit.CHECKPOINT,
     ("export.passes.name_tensors", "DeclarationError"): Exit.ENGINES,
     ("export.emit", "EmitError"): Exit.ENGINES,
     ("export.compare", "CompareError"): Exit.ENGINES,

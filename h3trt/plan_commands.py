@@ -29,6 +29,9 @@ def plan(
     ] = "16:9",
     forwards: Annotated[int, typer.Option(min=1, max=200, help="Evaluations of the denoiser.")] = 49,
     text_rows: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    images: Annotated[int, typer.Option(min=0, help="Reference images.")] = 0,
+    videos: Annotated[int, typer.Option(min=0, help="Reference videos, with sound.")] = 0,
+    sounds: Annotated[int, typer.Option(min=0, help="Reference sounds.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write JSON to this file, or to standard output for -.")] = None,
 ) -> None:
     """Plan a request on a hardware profile: memory by stage and rank, disk, and a lower bound of the time.
@@ -47,7 +50,15 @@ def plan(
     if json not in (None, "-"):
         paths.check_writable(Path(json))
     outline = Outline.read(checkpoint) if checkpoint else released_outline()
-    workload = Workload(seconds=seconds, aspect_ratio=aspect_ratio, forwards=forwards, text_rows=text_rows)
+    workload = Workload(
+        seconds=seconds,
+        aspect_ratio=aspect_ratio,
+        forwards=forwards,
+        text_rows=text_rows,
+        images=images,
+        videos=videos,
+        sounds=sounds,
+    )
     made = make_plan(Profile.load(profile), outline, workload)
     if json is None:
         _show(made)
@@ -92,6 +103,7 @@ def _show_graphs(plan: Plan) -> None:
             ", ".join(f"{count / 1e12:.3g} T {name}" for name, count in graph.flops.items()),
         )
         for graph in plan.graphs
+        if graph.runs
     ]
     console.table("graphs, GB on one GPU", head, cells)
 
@@ -118,6 +130,7 @@ def _show_stages(plan: Plan) -> None:
             *((f"{stage.seconds:.2f} s", stage.bound) if stage.seconds else ("", "")),
         )
         for stage in plan.stages
+        if stage.flops
     ]
     console.table("stages, GB on the fullest GPU", head, cells)
 

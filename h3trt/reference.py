@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,27 +17,52 @@ from diffusers import (
     MiniMaxH3Scheduler,
     MiniMaxH3Transformer3DModel,
 )
-from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
+from diffusers.modular_pipelines.minimax_h3 import (
+    MiniMaxH3AudioReference,
+    MiniMaxH3ImageReference,
+    MiniMaxH3VideoReference,
+)
+from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseLoopWrapper
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from diffusers.modular_pipelines.modular_pipeline import BlockState, ModularPipeline, ModularPipelineBlocks
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
-from diffusers.utils import logging
+from diffusers.utils import load_image, logging
+from PIL import Image
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from export.checkpoint import Checkpoint, Weight, materialise
+from h3trt.reference_processor import ReferenceProcessor
 from runtime.denoiser import State
+from runtime.references import Reference as ResolvedReference
 from runtime.request import Resolved
 
-_OUTPUTS = ("prompt_embeds", "token_tags", "position_ids", "text_indices", "audio_indices", "video_indices")
+_LAYOUT = ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices")
+_COUNTS = ("num_condition_video_rows", "num_condition_audio_rows", "row_timestep_plan")
+_DECODE = ("decode.video", "decode.audio")
+
+_REFERENCES: Mapping[str, Any] = {
+    "image": MiniMaxH3ImageReference,
+    "video": MiniMaxH3VideoReference,
+    "audio": MiniMaxH3AudioReference,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceMedia:
+    """A decoded clip: frames uint8 [F, H, W, 3]; waveform float32 [2, 800 A]."""
+
+    frames: torch.Tensor
+    waveform: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
     """What diffusers computed for one request, stage by stage.
 
-    text [L, text_dim]; token_tags [S], position_ids [S, 3] and the index tensors as its layout step made them; noise
-    and steps: packed rows before the loop and after each step; latents [1, 24, T, h, w] and [2, 32, A]; frames uint8
-    [F, H, W, 3]; waveform float32 [2, 800 A].
+    text [L, text_dim]; token_tags [S], position_ids [S, 3] and the index tensors as its layout step made them;
+    timesteps: float32 [S] for each step, that of every row; condition_latents: [1, 24, T, h, w] of each picture and
+    video, clean; conditions: rows that no step changes; noise and steps: the rows of the clip before the loop and after
+    each step; latents [1, 24, T, h, w] and [2, 32, A]; media: what they decode to, if that was asked for.
     """
 
     text: torch.Tensor
@@ -42,25 +71,25 @@ class Reference:
     text_indices: torch.Tensor
     audio_indices: torch.Tensor
     video_indices: torch.Tensor
+    timesteps: tuple[torch.Tensor, ...]
+    condition_latents: tuple[torch.Tensor, ...]
+    conditions: State
     noise: State
     steps: tuple[State, ...]
     video_latents: torch.Tensor
     audio_latents: torch.Tensor
-    frames: torch.Tensor
-    waveform: torch.Tensor
+    media: ReferenceMedia | None
 
 
 class ReferencePipeline:
     """diffusers' pipeline in float32 on the CPU, its components loaded from a checkpoint of either layout."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
         self._components = {
             "text_encoder": _text_encoder(checkpoint),
             "tokenizer": Qwen2Tokenizer(tokenizer_file=str(checkpoint.tokenizer_file)),
-            "processor": _TextProcessor(),
-            "transformer": _load(
-                MiniMaxH3Transformer3DModel(**checkpoint.config("denoiser")), checkpoint.parameters("denoiser")
-            ),
+            "processor": ReferenceProcessor(checkpoint.dimensions.processor),
             "vae": _load(AutoencoderKLMiniMaxH3(**checkpoint.config("video_vae")), checkpoint.parameters("video_vae")),
             "audio_vae": _load(
                 AutoencoderKLMiniMaxH3Audio(**checkpoint.config("audio_vae")), checkpoint.parameters("audio_vae")
@@ -69,11 +98,16 @@ class ReferencePipeline:
             "audio_scheduler": MiniMaxH3Scheduler(shift=checkpoint.dimensions.audio_shift),
         }
 
-    def run(self, request: Resolved) -> Reference:
-        """Generates the request. diffusers refuses clips under 5 seconds and shifts other than the checkpoint's."""
+    def run(self, request: Resolved, media: Sequence[bytes] = (), decode: bool = True) -> Reference:
+        """Generates the request's first output; `media`: the files of its references, which diffusers decodes.
+
+        diffusers refuses clips under 5 seconds and shifts other than the checkpoint's, stretches keyframes as
+        `keyframe_geometry` diffusers says, and knows no start times: ValueError for a request that has one.
+        """
         recorder = _Recorder()
-        pipeline = _pipeline(recorder, self._components)
-        wanted = [*_OUTPUTS, "latents", "audio_latents", "videos", "audio"]
+        components = self._components | self._transformer(request.task)
+        pipeline = _pipeline(request, recorder, components, decode)
+        arguments = _conditions(request, media) | ({"output_type": "np"} if decode else {})
         found = pipeline(
             prompt=request.prompt,
             width=request.width,
@@ -81,21 +115,69 @@ class ReferencePipeline:
             num_frames=request.frames,
             num_inference_steps=request.sigma_points,
             generator=torch.Generator("cpu").manual_seed(request.seed),
-            output_type="np",
-            output=wanted,
+            output=_outputs(request, decode),
+            **arguments,
         )
-        frames = torch.from_numpy(found["videos"][0]).mul(255).round().to(torch.uint8)
-        noise, *steps = recorder.states
+        conditions = (found["num_condition_video_rows"], found["num_condition_audio_rows"])
+        noise, *steps = (_clip(state, conditions) for state in recorder.states)
         return Reference(
             text=found["prompt_embeds"][0],
-            **{name: found[name] for name in _OUTPUTS[1:]},
+            **{name: found[name] for name in _LAYOUT},
+            timesteps=tuple(distinct[indices] for distinct, indices in found["row_timestep_plan"]),
+            condition_latents=tuple(found.get("condition_latents", ())),
+            conditions=_leading(recorder.states[0], conditions),
             noise=noise,
             steps=tuple(steps),
             video_latents=found["latents"],
             audio_latents=found["audio_latents"],
-            frames=frames,
-            waveform=found["audio"][0],
+            media=_media(found) if decode else None,
         )
+
+    def _transformer(self, task: str) -> dict[str, Any]:
+        return {"transformer_ref": self._ref2va} if task == "ref2va" else {"transformer": self._fl2va}
+
+    @cached_property
+    def _fl2va(self) -> MiniMaxH3Transformer3DModel:
+        return _transformer(self._checkpoint, "fl2va")
+
+    @cached_property
+    def _ref2va(self) -> MiniMaxH3Transformer3DModel:
+        return _transformer(self._checkpoint, "ref2va")
+
+
+def _outputs(request: Resolved, decode: bool) -> list[str]:
+    encoded = ["condition_latents"] if request.references else []
+    return ["prompt_embeds", *_LAYOUT, *_COUNTS, *encoded, "latents", "audio_latents", *(["videos", "audio"] * decode)]
+
+
+def _media(found: Mapping[str, Any]) -> ReferenceMedia:
+    return ReferenceMedia(torch.from_numpy(found["videos"][0]).mul(255).round().to(torch.uint8), found["audio"][0])
+
+
+def _conditions(request: Resolved, media: Sequence[bytes]) -> dict[str, Any]:
+    """The files as the arguments of diffusers' pipeline, decoded by diffusers itself."""
+    pairs = list(zip(request.references, media, strict=True))
+    if any(one.start_time_seconds for one, _ in pairs):
+        raise ValueError("start_time_seconds: diffusers reads references from their beginning")
+    if request.task == "ref2va":
+        return {"references": [_reference(one, data) for one, data in pairs]}
+    names = {"first": "image", "last": "last_image"}
+    return {names[one.role]: load_image(Image.open(io.BytesIO(data))) for one, data in pairs}
+
+
+def _reference(one: ResolvedReference, data: bytes) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "reference"
+        file.write_bytes(data)
+        return _REFERENCES[one.kind].from_file(file)
+
+
+def _clip(state: State, conditions: tuple[int, int]) -> State:
+    return State(state.video[conditions[0] :], state.audio[conditions[1] :])
+
+
+def _leading(state: State, conditions: tuple[int, int]) -> State:
+    return State(state.video[: conditions[0]], state.audio[: conditions[1]])
 
 
 class _Recorder:
@@ -142,23 +224,26 @@ class _RecordStep(ModularPipelineBlocks):
         return components, block_state
 
 
-class _TextProcessor:
-    """The one thing that the pipeline asks of Qwen's processor for a prompt without images."""
-
-    def create_mm_token_type_ids(self, token_ids: list[list[int]]) -> list[list[int]]:
-        """Zero, the type of a text token, for every token."""
-        return [[0] * len(ids) for ids in token_ids]
-
-
-def _pipeline(recorder: _Recorder, components: Mapping[str, Any]) -> ModularPipeline:
-    blocks = MiniMaxH3Blocks().get_workflow("t2va")
-    (loop,) = (block for block in blocks.sub_blocks.values() if isinstance(block, MiniMaxH3DenoiseStep))
+def _pipeline(request: Resolved, recorder: _Recorder, components: Mapping[str, Any], decode: bool) -> ModularPipeline:
+    blocks = MiniMaxH3Blocks().get_workflow(request.task)
+    (loop,) = (block for block in blocks.sub_blocks.values() if isinstance(block, MiniMaxH3DenoiseLoopWrapper))
     loop.sub_blocks.insert("record_start", recorder.block(start=True), 0)
     loop.sub_blocks.insert("record_end", recorder.block(start=False), len(loop.sub_blocks))
+    for name in () if decode else _DECODE:
+        blocks.sub_blocks.pop(name)
     pipeline = blocks.init_pipeline()
-    pipeline.update_components(**components)
+    pipeline.update_components(**{name: components[name] for name in components if name in pipeline.component_names})
+    if request.task == "ref2va":
+        # The clip's own sides are given, so that this edge is for videos alone.
+        edges = request.reference_short_edge, request.video_reference_short_edge
+        pipeline.update_components(reference_image_short_edge=edges[0], canvas_short_edge=edges[1])
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _transformer(checkpoint: Checkpoint, partition: str) -> MiniMaxH3Transformer3DModel:
+    model = MiniMaxH3Transformer3DModel(**checkpoint.config("denoiser", partition))
+    return _load(model, checkpoint.parameters("denoiser", partition))
 
 
 def _text_encoder(checkpoint: Checkpoint) -> Qwen3VLForConditionalGeneration:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +17,11 @@ from h3trt import console, paths
 from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
+from h3trt.media_options import REF_HELP, attach
 
 if TYPE_CHECKING:
-    from triton_repo.client import Generated
+    from triton_repo.client import Files, Generated
+    from triton_repo.repository import RepositorySettings
     from triton_repo.server import TritonServer
 
 # The demonstration's clip: 107 frames at the smallest canvas.
@@ -42,6 +45,16 @@ def serve(
     http_port: PortOption = 8000,
     metrics_port: PortOption = 8002,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for a model; more are refused.")] = 8,
+    media_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Host that requests may name URLs of, or *.HOST for all below it; repeat it. Default: none."),
+    ] = None,
+    media_root: Annotated[
+        Path | None, typer.Option(help="Folder that requests may name files of. Default: none.", exists=True)
+    ] = None,
+    condition_cache: Annotated[
+        str, typer.Option(help="Memory for encoded prompts and references, for each of two processes; or off.")
+    ] = "256 MiB",
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
 ) -> None:
     """Serve an engine store with Triton on loopback until Ctrl-C or SIGTERM.
@@ -49,7 +62,8 @@ def serve(
     Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once.
     """
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    with _server(paths.triton(profile), store or paths.engine_store(profile), queue, ports) as server:
+    settings = _settings(queue, media_host or [], media_root, condition_cache)
+    with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports) as server:
         console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
         console.line(f"HTTP    http://{server.endpoints.http}")
         console.line(f"metrics http://{server.endpoints.metrics}/metrics")
@@ -69,8 +83,14 @@ def generate(
     height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same clip.")] = None,
     forwards: Annotated[int | None, typer.Option(help="Evaluations of the denoiser, 49 unless given.")] = None,
+    first: Annotated[str | None, typer.Option(help="Image that is the first frame: a file or a URL.")] = None,
+    last: Annotated[str | None, typer.Option(help="Image that is the last frame: a file or a URL.")] = None,
+    ref: Annotated[list[str] | None, typer.Option(help=REF_HELP)] = None,
+    outputs: Annotated[int | None, typer.Option(help="Clips to make, 1 to 10; the i-th has seed + i.")] = None,
     params: Annotated[str, typer.Option(help="Further fields of the request, as a JSON object.")] = "{}",
-    out: Annotated[Path, typer.Option(help="The MP4 file to write.")] = paths.OUTPUT / "clip.mp4",
+    out: Annotated[
+        Path, typer.Option(help="The MP4 file to write; of several outputs clip-0.mp4, clip-1.mp4 and so on.")
+    ] = paths.OUTPUT / "clip.mp4",
     url: UrlOption = "127.0.0.1:8001",
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which to give up.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Run the engines in this process, without a server.")] = False,
@@ -86,16 +106,18 @@ def generate(
         "height": height,
         "seed": seed,
         "num_inference_steps": forwards,
+        "num_outputs_per_prompt": outputs,
     }
-    request = _object(params) | {name: value for name, value in given.items() if value is not None}
+    media = attach(first, last, ref or [])
+    request = _object(params) | media.params | {name: value for name, value in given.items() if value is not None}
     source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout)
     if dry_run:
-        console.line(json.dumps(source.resolve(prompt, request), indent=2, ensure_ascii=False))
+        console.line(json.dumps(source.resolve(prompt, request, media.files), indent=2, ensure_ascii=False))
         return
     paths.check_writable(out)
     started = time.monotonic()
     with console.stages() as progress:
-        clip = source.generate(prompt, request, progress)
+        clip = source.generate(prompt, request, progress, media.files)
     _save(clip, out, time.monotonic() - started)
 
 
@@ -118,11 +140,11 @@ def demo(
     with console.steps() as steps:
         build(checkpoint, "cpu", store, steps)
     console.heading("3. Triton server")
-    with _server(work / "triton", store, 8, {}) as server:
+    with _server(work / "triton", store, _settings(8), {}) as server:
         console.heading("4. one gRPC request")
         started = time.monotonic()
         with console.stages() as progress:
-            clip = _Remote(server.endpoints.grpc, None).generate(DEMO_PROMPT, DEMO_PARAMS, progress)
+            clip = _Remote(server.endpoints.grpc, None).generate(DEMO_PROMPT, DEMO_PARAMS, progress, {})
         _save(clip, out, time.monotonic() - started)
     console.heading("5. check")
     _check(clip, out)
@@ -148,17 +170,17 @@ class _Remote:
     def __init__(self, url: str, timeout: float | None) -> None:
         self._url, self._timeout = url, timeout
 
-    def resolve(self, prompt: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
         from triton_repo.client import Client
 
         with Client(self._url) as client:
-            return client.resolve(prompt, params, self._timeout)
+            return client.resolve(prompt, params, self._timeout, files)
 
-    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages) -> Generated:
+    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files) -> Generated:
         from triton_repo.client import Client
 
         with Client(self._url) as client:
-            return client.generate(prompt, params, progress, self._timeout)
+            return client.generate(prompt, params, progress, self._timeout, files)
 
 
 class _Local:
@@ -169,29 +191,29 @@ class _Local:
 
         self._pipeline = Pipeline.open(store)
 
-    def resolve(self, prompt: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self._pipeline.resolve(prompt, params).model_dump(mode="json")
+    def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
+        return self._pipeline.take(prompt, params, files).resolved.model_dump(mode="json")
 
-    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages) -> Generated:
+    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files) -> Generated:
         from runtime.events import Cancellation
         from triton_repo.client import Generated
 
-        resolved = self._pipeline.resolve(prompt, params)
-        mp4 = self._pipeline.generate(resolved, lambda event: progress(json.loads(event.to_json())), Cancellation())
-        return Generated(mp4, resolved.model_dump(mode="json"))
+        taken = self._pipeline.take(prompt, params, files)
+        mp4s = self._pipeline.generate(taken, lambda event: progress(json.loads(event.to_json())), Cancellation())
+        return Generated(tuple(mp4s), taken.resolved.model_dump(mode="json"))
 
 
 @contextmanager
-def _server(folder: Path, store: Path, queue: int, ports: Mapping[str, int]) -> Iterator[TritonServer]:
+def _server(folder: Path, store: Path, chosen: RepositorySettings, ports: Mapping[str, int]) -> Iterator[TritonServer]:
     """A ready server of the store, its repository rendered anew in `folder`. Raises StoreError and ServerError."""
     from triton_repo.names import PUBLIC_MODELS
-    from triton_repo.repository import RepositorySettings, render
+    from triton_repo.repository import render
     from triton_repo.server import ServerSettings, TritonServer
     from triton_repo.workplace import held
 
     with ExitStack() as running:
         running.enter_context(held(folder))
-        models = render(store, folder / "repository", RepositorySettings(queue))
+        models = render(store, folder / "repository", chosen)
         settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
         started = time.monotonic()
         with console.steps() as progress:
@@ -203,6 +225,22 @@ def _server(folder: Path, store: Path, queue: int, ports: Mapping[str, int]) -> 
         yield server
 
 
+def _settings(
+    queue: int, media_hosts: Sequence[str] = (), media_root: Path | None = None, condition_cache: str = "256 MiB"
+) -> RepositorySettings:
+    from triton_repo.repository import RepositorySettings
+
+    return RepositorySettings(queue, tuple(media_hosts), media_root, _cache_bytes(condition_cache))
+
+
+def _cache_bytes(text: str) -> int:
+    """Bytes of an amount such as 256MiB, 0 for off."""
+    found = re.fullmatch(r"(?P<number>[0-9]{1,6}) *(?P<unit>MiB|GiB)", text)
+    if text != "off" and found is None:
+        raise CommandError(f"--condition-cache {text!r}: must be off or an amount such as 256MiB or 2GiB")
+    return 0 if found is None else int(found["number"]) << {"MiB": 20, "GiB": 30}[found["unit"]]
+
+
 def _object(text: str) -> dict[str, Any]:
     from runtime.request import parse_params
 
@@ -212,11 +250,14 @@ def _object(text: str) -> dict[str, Any]:
 def _save(clip: Generated, out: Path, seconds: float) -> None:
     from engines.store import write_atomically
 
-    write_atomically(out, clip.mp4)
     for note in clip.resolved["notes"]:
         console.heading(f"note: {note}")
-    shape = "{width}x{height}, {frames} frames, {forwards} forwards, seed {seed}".format(**clip.resolved)
-    console.line(f"{out}: {shape}, {len(clip.mp4) / 1e6:.2f} MB, made in {seconds:.1f} s")
+    shape = "{width}x{height}, {frames} frames, {forwards} forwards".format(**clip.resolved)
+    for index, mp4 in enumerate(clip.mp4s):
+        path = out if len(clip.mp4s) == 1 else out.with_name(f"{out.stem}-{index}{out.suffix}")
+        write_atomically(path, mp4)
+        seed = clip.resolved["seed"] + index
+        console.line(f"{path}: {shape}, seed {seed}, {len(mp4) / 1e6:.2f} MB, made in {seconds:.1f} s")
 
 
 def _check(clip: Generated, out: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,29 +12,41 @@ import torch
 
 from engines.graphs import profile_graphs
 from engines.sessions.engine_set import EngineSet
-from engines.store import WEIGHTS, Partition
+from engines.store import WEIGHTS, Manifest, Partition
 from export.binding import bind
 from export.checkpoint import Checkpoint, materialise
 from export.compare import draw
 from export.graphs.graph import Graph
 from export.trace import BoundModule, instance_sizes
-from h3trt.reference import Reference, ReferencePipeline
+from h3trt.reference import Reference, ReferenceMedia, ReferencePipeline
+from h3trt.verify_requests import requests
 from runtime.decode import decode_video
-from runtime.events import Cancellation, Reporter
-from runtime.packing import Layout, patchify_video, unpack_audio, unpatchify_video
-from runtime.pipeline import Pipeline
+from runtime.denoiser import State
+from runtime.events import Cancellation, Event, Reporter, Units
+from runtime.intake import Taken
+from runtime.packing import Layout, patchify_video
+from runtime.pipeline import Encoded, Pipeline
 from runtime.request import Resolved
-
-PROMPT = "A red fox trots through fresh snow <d>Listen.</d> while the wind rises"
-SECONDS = 5
-SIDE = 256
-"""The smallest canvas, and the shortest clip that diffusers accepts (124 frames)."""
+from runtime.schedule import Schedule
 
 LATENT_LIMIT = 1e-4
 """Largest |difference| of final latents, whose scale is about 1: float32 sums in another order, through all blocks."""
 
 STEP_LIMIT = LATENT_LIMIT
 """The same for the state after each step: errors do not shrink along the trajectory."""
+
+TEXT_LIMIT = 1e-5
+"""Relative to the largest: float32 sums in another order, through 50 layers."""
+
+CONDITION_LIMIT = 1e-5
+"""Relative to the largest, beyond one step of float16, which latents of conditions are rounded to: an encoder's float32
+sums in another order move a value by less than this, but may move it across the middle between two float16 numbers."""
+
+ROUNDED_LIMIT = 0.1
+"""Share of latents of conditions that are such a step apart; another kind of rounding would move half of them."""
+
+SOUND_LIMIT = 1e-5
+"""Relative to the largest: latents of sounds are not rounded."""
 
 PSNR_LIMIT = 50.0
 """Decibels of uint8 frames: 50 is an error of less than one level at most pixels."""
@@ -71,11 +83,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """All checks of one checkpoint, engine store and request."""
+    """All checks of one checkpoint, engine store and the requests made of it."""
 
     checkpoint: str
     store: str
-    request: Resolved
+    requests: tuple[Resolved, ...]
     checks: tuple[Check, ...]
 
     @property
@@ -86,7 +98,8 @@ class Verification:
     def to_json(self) -> str:
         """The checks, each with `passed`, and what they were made on."""
         checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
-        fields = {"checkpoint": self.checkpoint, "store": self.store, "request": self.request.model_dump()}
+        requests = [request.model_dump(mode="json") for request in self.requests]
+        fields = {"checkpoint": self.checkpoint, "store": self.store, "requests": requests}
         return json.dumps({**fields, "passed": not self.failed, "checks": checks}, indent=2)
 
 
@@ -97,28 +110,45 @@ def verify(store: Path, forwards: int, seed: int, progress: Callable[[Check], No
     """
     pipeline = Pipeline.open(store)
     checkpoint = Checkpoint.open(pipeline.manifest.checkpoint.root)
-    shape = {"duration": SECONDS, "aspect_ratio": "1:1", "width": SIDE, "height": SIDE}
-    request = pipeline.resolve(PROMPT, {**shape, "num_inference_steps": forwards, "seed": seed})
+    made = list(requests(pipeline, forwards, seed))
     checks = []
-    for check in _all_checks(pipeline, EngineSet.open(store), checkpoint, request):
+    for check in _all_checks(pipeline, EngineSet.open(store), checkpoint, made):
         progress(check)
         checks.append(check)
-    return Verification(str(checkpoint.root), str(store), request, tuple(checks))
+    return Verification(str(checkpoint.root), str(store), tuple(taken.resolved for taken in made), tuple(checks))
 
 
-def _all_checks(pipeline: Pipeline, engines: EngineSet, checkpoint: Checkpoint, request: Resolved) -> Iterator[Check]:
+def _all_checks(
+    pipeline: Pipeline, engines: EngineSet, checkpoint: Checkpoint, made: Sequence[Taken]
+) -> Iterator[Check]:
     yield from engine_checks(engines, checkpoint)
-    yield from pipeline_checks(pipeline, checkpoint, request)
+    reference = ReferencePipeline(checkpoint)
+    for taken in made:
+        # What decodes latents is the same for every task.
+        yield from pipeline_checks(pipeline, reference, taken, decode=taken is made[0])
 
 
 def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]:
-    """Each engine as it was built, its first and last instance, at the graph's trial sizes, against eager torch."""
+    """Each engine as it was built, its first and last instance, at the graph's trial sizes, against eager torch.
+
+    What a partition shares with the one before it is checked once.
+    """
     profile = engines.manifest.profile
     for partition in profile.partitions:
         for graph in profile_graphs(checkpoint, profile, partition, engines.root / WEIGHTS):
+            if _is_repeated(engines.manifest, graph.name, partition):
+                continue
             for instance in sorted({0, len(graph.weights) - 1}):
                 worst = _worst(*_engine_differences(engines, graph, instance, partition))
                 yield Check("engine", f"{partition} {graph.name}[{instance}]", worst, graph.tolerance)
+
+
+def _is_repeated(manifest: Manifest, graph: str, partition: Partition) -> bool:
+    """Whether the first partition's engine is the same one, reading the same bytes of the same files."""
+    first = manifest.profile.partitions[0]
+    if partition == first or manifest.profile.weights == "baked" or not manifest.graphs[graph].weights:
+        return False
+    return manifest.bindings[partition][graph] == manifest.bindings[first][graph]
 
 
 def _engine_differences(engines: EngineSet, graph: Graph, instance: int, partition: Partition) -> Iterator[float]:
@@ -139,49 +169,84 @@ def _engine_differences(engines: EngineSet, graph: Graph, instance: int, partiti
             yield _relative(found[spec.name], tensor)
 
 
-def pipeline_checks(pipeline: Pipeline, checkpoint: Checkpoint, request: Resolved) -> Iterator[Check]:
+def pipeline_checks(
+    pipeline: Pipeline, reference: ReferencePipeline, taken: Taken, decode: bool = False
+) -> Iterator[Check]:
     """The request through the engines and through diffusers' modular pipeline, quantity by quantity."""
-    reference = ReferencePipeline(checkpoint).run(request)
-    quiet, never = Reporter(lambda event: None, lambda: 0.0), Cancellation()
-    text = pipeline.encode(pipeline.tokenize(request), lambda event: None, never)
-    yield from _layout_checks(pipeline.layout(request, len(text)), reference)
-    yield from _noise_checks(pipeline, request, reference)
-    yield Check("pipeline", "prompt embeddings, relative", _relative(text, reference.text), 1e-5)
-    states = list(pipeline.trajectory(request, text, quiet, never))
-    for step, (state, expected) in enumerate(zip(states[1:], reference.steps, strict=True)):
+    request, task = taken.resolved, taken.resolved.task
+    theirs = reference.run(request, taken.media, decode)
+    ours = pipeline.encode(taken, _ignore, Cancellation())
+    layout = pipeline.layout(request, ours.tags)
+    yield from _layout_checks(task, layout, theirs)
+    yield from _timestep_checks(task, request, layout, theirs)
+    yield from _noise_checks(task, *pipeline.start(request, ours), theirs)
+    yield Check(task, "prompt embeddings, relative", _relative(ours.text, theirs.text), TEXT_LIMIT)
+    if theirs.condition_latents:
+        yield from _condition_checks(task, pipeline, ours, theirs)
+    units = Units("denoise", request.forwards, Reporter(_ignore, lambda: 0.0), Cancellation())
+    states = list(next(pipeline.trajectory(request, ours, units)))
+    for step, (state, expected) in enumerate(zip(states[1:], theirs.steps, strict=True)):
         worst = _worst(_largest(state.video, expected.video), _largest(state.audio, expected.audio))
-        yield Check("pipeline", f"latents after step {step + 1}", worst, STEP_LIMIT)
-    patch = pipeline.manifest.dimensions.denoiser.patch
-    video = unpatchify_video(
-        states[-1].video, request.latent_frames, request.latent_height, request.latent_width, patch
-    )
-    audio = unpack_audio(states[-1].audio, request.audio_latents)
-    yield Check("pipeline", "final video latents", _largest(video, reference.video_latents), LATENT_LIMIT)
-    yield Check("pipeline", "final audio latents", _largest(audio, reference.audio_latents), LATENT_LIMIT)
-    yield from _media_checks(pipeline, video, audio, reference)
+        yield Check(task, f"latents after step {step + 1}", worst, STEP_LIMIT)
+    video, audio = pipeline.latents(request, states[-1])
+    yield Check(task, "final video latents", _largest(video, theirs.video_latents), LATENT_LIMIT)
+    yield Check(task, "final audio latents", _largest(audio[0], theirs.audio_latents), LATENT_LIMIT)
+    if theirs.media is not None:
+        yield from _media_checks(pipeline, video, audio[0], theirs.media)
 
 
-def _layout_checks(layout: Layout, reference: Reference) -> Iterator[Check]:
+def _layout_checks(task: str, layout: Layout, reference: Reference) -> Iterator[Check]:
     """Bit equality: the measured number is how many elements differ."""
     for name in ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices"):
         ours, theirs = getattr(layout, name), getattr(reference, name)
-        yield Check("layout", f"{name}, unequal elements", _unequal(ours, theirs), 0)
+        yield Check(f"{task} layout", f"{name}, unequal elements", _unequal(ours, theirs), 0)
 
 
-def _noise_checks(pipeline: Pipeline, request: Resolved, reference: Reference) -> Iterator[Check]:
-    noise = pipeline.noise(request)
-    rows = patchify_video(noise.video, pipeline.manifest.dimensions.denoiser.patch)
-    yield Check("noise", "video rows, unequal elements", _unequal(rows, reference.noise.video), 0)
-    yield Check("noise", "audio rows, unequal elements", _unequal(noise.audio_rows, reference.noise.audio), 0)
+def _timestep_checks(task: str, request: Resolved, layout: Layout, reference: Reference) -> Iterator[Check]:
+    slots = Schedule.uniform(request.forwards, request.video_shift, request.audio_shift).slots()
+    pairs = zip(slots, reference.timesteps, strict=True)
+    unequal = [_unequal(timesteps[layout.timestep_index], theirs) for timesteps, theirs in pairs]
+    yield Check(f"{task} layout", "timesteps, unequal elements", sum(unequal), 0)
+
+
+def _noise_checks(task: str, conditions: State, noise: State, reference: Reference) -> Iterator[Check]:
+    for name in ("video", "audio"):
+        ours, theirs = getattr(noise, name), getattr(reference.noise, name)
+        yield Check(f"{task} noise", f"{name} rows, unequal elements", _unequal(ours, theirs), 0)
+    if len(reference.conditions.audio):
+        worst = _relative(conditions.audio, reference.conditions.audio)
+        yield Check(f"{task} noise", "rows of reference sounds, relative", worst, SOUND_LIMIT)
+
+
+def _condition_checks(task: str, pipeline: Pipeline, encoded: Encoded, reference: Reference) -> Iterator[Check]:
+    """Latents of conditions before they are normalised, which are float16 numbers on both sides; in rows."""
+    patch, vae = pipeline.manifest.dimensions.denoiser.patch, pipeline.manifest.dimensions.video_vae
+    # Columns of a row are a channel's patch after the other.
+    mean, std = (torch.tensor(v).repeat_interleave(math.prod(patch)) for v in (vae.latents_mean, vae.latents_std))
+    theirs = torch.cat([patchify_video(one, patch) for one in reference.condition_latents])
+    found, expected = (rows * std + mean for rows in (encoded.condition_video, theirs))
+    beyond = ((found - expected).abs() - _float16_spacing(expected)).max() / expected.abs().max()
+    yield Check(task, "latents of conditions beyond a float16 step, relative", beyond.item(), CONDITION_LIMIT)
+    unequal = (encoded.condition_video != theirs).float().mean().item()
+    yield Check(task, "latents of conditions, share not equal", unequal, ROUNDED_LIMIT)
+
+
+def _float16_spacing(values: torch.Tensor) -> torch.Tensor:
+    """How far apart float16 numbers of 11 significant bits lie at these values."""
+    return torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 11)
 
 
 def _media_checks(
-    pipeline: Pipeline, video: torch.Tensor, audio: torch.Tensor, reference: Reference
+    pipeline: Pipeline, video: torch.Tensor, audio: torch.Tensor, reference: ReferenceMedia
 ) -> Iterator[Check]:
-    vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter(lambda event: None, lambda: 0.0)
+    vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter(_ignore, lambda: 0.0)
     frames = torch.cat(list(decode_video(video, pipeline.decode_tile, vae, quiet, Cancellation())))
     yield Check("media", "frames, PSNR in dB", psnr(frames, reference.frames), PSNR_LIMIT, at_least=True)
     yield Check("media", "waveform", _largest(pipeline.waveform(audio), reference.waveform), AUDIO_LIMIT)
+
+
+def _ignore(event: Event) -> None:
+    """No progress is shown."""
 
 
 def psnr(ours: torch.Tensor, theirs: torch.Tensor) -> float:

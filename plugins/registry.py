@@ -8,12 +8,14 @@ from plugins.ops import (
     attention,
     dense_attention,
     fp8_linear,
+    frame_norm,
     gated_residual,
     modulated_rms_norm,
     norm_rotary,
     nvfp4_linear,
     sage_attention,
     skip_softmax_attention,
+    snake,
     swiglu,
 )
 
@@ -22,12 +24,14 @@ REGISTRY: tuple[Op, ...] = (
     attention.OP,
     dense_attention.OP,
     fp8_linear.OP,
+    frame_norm.OP,
     gated_residual.OP,
     modulated_rms_norm.OP,
     norm_rotary.OP,
     nvfp4_linear.OP,
     sage_attention.OP,
     skip_softmax_attention.OP,
+    snake.OP,
     swiglu.OP,
 )
 

@@ -104,13 +104,13 @@ def canvas(aspect_ratio: str) -> tuple[int, int]:
     return canvas_of(ratio_of(aspect_ratio))
 
 
-def canvas_of(ratio: float) -> tuple[int, int]:
-    """(width, height) of a width over height: short edge 768, at most 768 x 1344 pixels, sides to the nearest 32.
+def canvas_of(ratio: float, short_edge: int = SHORT_EDGE) -> tuple[int, int]:
+    """(width, height) of a width over height: its short edge, at most 768 x 1344 pixels, sides to the nearest 32.
 
     Equal to diffusers' resolve_canvas_size, operation by operation: a side half way between two multiples of 32 goes
     where the last bit of these products sends it.
     """
-    width, height = SHORT_EDGE * max(ratio, 1.0), SHORT_EDGE / min(ratio, 1.0)
+    width, height = short_edge * max(ratio, 1.0), short_edge / min(ratio, 1.0)
     scale = min(1.0, (CANVAS_AREA / (width * height)) ** 0.5)
     return nearest_side(width * scale), nearest_side(height * scale)
 

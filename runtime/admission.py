@@ -15,20 +15,44 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from engines import machine
 from engines.store import EngineRecord, Manifest
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
-from runtime.contract import SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_RATIO_MAXIMUM
+from runtime.condition_memory import (
+    NO_CONDITIONS,
+    NO_ENCODERS,
+    Conditions,
+    EncoderSizes,
+    encoding_bytes,
+    held_bytes,
+    reencoded,
+)
+from runtime.contract import REFERENCE_EDGES, SIDE_MAXIMUM, SIDE_MINIMUM, SIDE_RATIO_MAXIMUM
 from runtime.refusal import RequestError
 from runtime.request import Resolved
 
 FLOAT = 4
 """Bytes of an activation."""
+
+_AXES = {
+    "text_rows": "text_encoder.layer",
+    "vision_rows": "vision_encoder.block",
+    "video_rows": "prologue",
+    "audio_rows": "prologue",
+}
+"""Axes besides `rows` that a request can be too large for, and a graph that has each."""
+
+_AXIS_NAMES = {
+    "text_rows": "rows of text and pictures in the text encoder",
+    "vision_rows": "patches in one picture",
+    "video_rows": "rows of pictures",
+    "audio_rows": "rows of sound",
+}
 
 PROCESS = 512 << 20
 """A process with torch, ONNX Runtime and PyAV loaded and all sessions of a store open."""
@@ -110,6 +134,7 @@ class Load:
 
     shape: Shape
     text_rows: int
+    conditions: Conditions = NO_CONDITIONS
 
     def resized(self, width: int, height: int, frames: int, dimensions: Dimensions) -> Load:
         """The same request at another canvas or length."""
@@ -118,7 +143,21 @@ class Load:
     @property
     def rows(self) -> int:
         """Packed rows S of the denoiser."""
-        return self.text_rows + self.shape.video_rows + self.shape.audio_rows
+        return self.text_rows + self.video_rows + self.audio_rows
+
+    @property
+    def video_rows(self) -> int:
+        """Rows of pictures: conditions and target."""
+        return self.conditions.video_rows + self.shape.video_rows
+
+    @property
+    def audio_rows(self) -> int:
+        """Rows of sound: conditions and target."""
+        return self.conditions.audio_rows + self.shape.audio_rows
+
+    def along(self, axis: str) -> int:
+        """Size of one of the engines' axes."""
+        return self.conditions.patches if axis == "vision_rows" else int(getattr(self, axis))
 
 
 @dataclass(frozen=True)
@@ -127,6 +166,7 @@ class MemoryModel:
 
     budget: bytes. rows_maximum: packed rows that the engines were built for. tile_features: the widest layer of the
     video decoder. row_chunk: the most rows that a block's row-local parts see at once, 0 where a block runs whole.
+    encoders: widths of the references' encoders. axes: the largest size of each further axis that the engines have.
     """
 
     dimensions: Dimensions
@@ -134,17 +174,24 @@ class MemoryModel:
     rows_maximum: int
     tile_features: int
     row_chunk: int = 0
+    encoders: EncoderSizes = NO_ENCODERS
+    axes: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(manifest: Manifest) -> MemoryModel:
         """The model of a store's engines under its profile's memory budget on this machine."""
-        decoder = manifest.graphs["video_decoder_tile"].weights
+        graphs = manifest.graphs
+        decoder = graphs["video_decoder_tile"].weights
         return MemoryModel(
             manifest.dimensions,
             manifest.profile.memory_budget(machine.memory_bytes()),
-            rows_maximum=_most_rows(manifest.graphs["prologue"]),
+            rows_maximum=_most(graphs["prologue"], "rows"),
             tile_features=max(int(weight.shape[0]) for weight in decoder if len(weight.shape) > 1),
             row_chunk=manifest.profile.row_chunk,
+            encoders=EncoderSizes(
+                _outputs_of(graphs["video_encoder_tile"], inputs=3), _outputs_of(graphs["audio_encoder"], inputs=1)
+            ),
+            axes={axis: _most(graphs[graph], axis) for axis, graph in _AXES.items()},
         )
 
     def estimate(self, load: Load) -> Estimate:
@@ -155,9 +202,9 @@ class MemoryModel:
     def admit(self, resolved: Resolved, text_rows: int) -> Estimate:
         """The request's estimate. Raises RequestError, naming what would fit, when it is too large for this server."""
         shape = Shape.of(resolved.width, resolved.height, resolved.frames, self.dimensions)
-        load = Load(shape, text_rows)
+        load = Load(shape, text_rows, Conditions.of(resolved.references, self.dimensions))
         if not self._fits(load):
-            raise self._refusal(load)
+            raise self._edge_refusal(resolved, load) or self._refusal(load)
         return self.estimate(load)
 
     def largest_canvas(self, load: Load) -> Load | None:
@@ -175,18 +222,41 @@ class MemoryModel:
         return next(filter(self._fits, resized), None)
 
     def _fits(self, load: Load) -> bool:
-        return load.rows <= self.rows_maximum and self.estimate(load).peak <= self.budget
+        return not self._beyond(load) and self.estimate(load).peak <= self.budget
+
+    def _beyond(self, load: Load) -> str:
+        """Which size the engines were not built for, in words; empty: none."""
+        for axis, most in {"rows": self.rows_maximum, **self.axes}.items():
+            if load.along(axis) > most:
+                name = _AXIS_NAMES.get(axis, "rows")
+                return f"has {load.along(axis)} {name}; the engines were built for at most {most}"
+        return ""
+
+    def _edge_refusal(self, resolved: Resolved, load: Load) -> RequestError | None:
+        """Names the short edge at which the reference images fit, where there is one."""
+        for edge in reversed(REFERENCE_EDGES):
+            if edge >= resolved.reference_short_edge or resolved.task != "ref2va":
+                continue
+            smaller = Conditions.of(reencoded(resolved, edge, self.dimensions), self.dimensions)
+            saved = load.conditions.vision_rows - smaller.vision_rows
+            if self._fits(Load(load.shape, load.text_rows - saved, smaller)):
+                rule = self._beyond(load) or self._memory_rule(load)
+                return RequestError("reference_short_edge", resolved.reference_short_edge, rule, edge)
+        return None
+
+    def _memory_rule(self, load: Load) -> str:
+        needed = _gibibytes(self.estimate(load).peak)
+        return f"needs about {needed} of memory; this server has {_gibibytes(self.budget)} for a request"
 
     def _refusal(self, load: Load) -> RequestError:
-        estimate = self.estimate(load)
         server = f"this server has {_gibibytes(self.budget)} for a request"
-        if self._encoding(load, 1) <= self.budget < self._encoding(load, load.text_rows):
+        if not load.conditions.vision_rows and self._encoding(load, 1) <= self.budget < self._encoding(
+            load, load.text_rows
+        ):
             rule = f"encoding needs about {_gibibytes(self._encoding(load, load.text_rows))}; {server}"
             most = bisect.bisect_right(range(load.text_rows), self.budget, key=partial(self._encoding, load)) - 1
             return RequestError("prompt", f"{load.text_rows} tokens", rule, f"{most} tokens")
-        rule = f"needs about {_gibibytes(estimate.peak)} of memory; {server}"
-        if load.rows > self.rows_maximum:
-            rule = f"has {load.rows} rows; the engines were built for at most {self.rows_maximum}"
+        rule = self._beyond(load) or self._memory_rule(load)
         options = tuple(_describe(option) for option in (self.largest_canvas(load), self.longest(load)) if option)
         return RequestError(
             "size", _describe(load), rule if options else f"{rule}, which no canvas fits", options or None
@@ -201,7 +271,8 @@ class MemoryModel:
         """The cached AdaLN tables and the one in use, and the text and latents that pass between stages."""
         denoiser = self.dimensions.denoiser
         latents = load.shape.video_rows * denoiser.video_row + load.shape.audio_rows * denoiser.audio_channels
-        return self.modulation_cache + self._table + FLOAT * (load.text_rows * denoiser.text_dim + latents)
+        rows = FLOAT * (load.text_rows * denoiser.text_dim + latents)
+        return self.modulation_cache + self._table + rows + held_bytes(load.conditions, self.dimensions)
 
     @property
     def modulation_cache(self) -> int:
@@ -219,7 +290,8 @@ class MemoryModel:
         row = TEXT_HIDDEN * text.hidden + max(TEXT_ATTENTION * inner, TEXT_FEED_FORWARD * text.intermediate)
         projections = 2 * text.hidden * (text.heads + text.kv_heads) * text.head_dim
         weights = projections + 3 * text.hidden * text.intermediate
-        return FLOAT * (rows * row + TEXT_SCORES * text.heads * rows * rows + weights)
+        layer = FLOAT * (rows * row + TEXT_SCORES * text.heads * rows * rows + weights)
+        return max(layer, encoding_bytes(load.conditions, self.encoders, self.dimensions))
 
     def _denoise(self, load: Load) -> int:
         size = self.dimensions.denoiser
@@ -244,11 +316,17 @@ class MemoryModel:
         return max(FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples)
 
 
-def _most_rows(engine: EngineRecord) -> int:
-    """The largest legal number of rows; an engine may have been built for fewer than its graph allows."""
-    built = [ranges["rows"].maximum for ranges in engine.plan.profiles] if engine.plan else []
-    built += [engine.program.ranges["rows"].maximum] if engine.program else []
-    return max(built, default=engine.axes["rows"].maximum)
+def _most(engine: EngineRecord, axis: str) -> int:
+    """The largest legal size of an axis; an engine may have been built for less than its graph allows."""
+    built = [ranges[axis].maximum for ranges in engine.plan.profiles if axis in ranges] if engine.plan else []
+    built += [engine.program.ranges[axis].maximum] if engine.program and axis in engine.program.ranges else []
+    return max(built, default=engine.axes[axis].maximum)
+
+
+def _outputs_of(engine: EngineRecord, inputs: int) -> int:
+    """Channels that an engine's first convolution makes of so many."""
+    shapes = [weight.shape for weight in engine.weights if len(weight.shape) > 2]
+    return max((int(shape[0]) for shape in shapes if shape[1] == inputs), default=0)
 
 
 def canvases_like(width: int, height: int) -> Iterator[tuple[int, int]]:

@@ -10,9 +10,11 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import get_args
 
 from plugins.dimensions import FRAMES_PER_SECOND
 from plugins.shape import ASPECT_RATIOS, SECONDS_MAXIMUM, SECONDS_MINIMUM, SHORT_EDGE, SIDE_MULTIPLE
+from runtime.geometry import KeyframeGeometry
 from runtime.kinds import (
     Anything,
     AspectRatio,
@@ -22,12 +24,17 @@ from runtime.kinds import (
     Kind,
     Number,
     Sides,
+    Step,
     Text,
     WholeSeconds,
 )
+from runtime.media.facts import Kind as MediaKind
+from runtime.media.limits import COUNT_IN_ALL, COUNTS
+from runtime.reference_kinds import INPUTS, FrameIndices, MediaUrls, NamedReferences, StartTimes
 from runtime.refusal import RequestError
+from runtime.task import TASKS, Task
 
-DEFAULT_FRAMES = 209
+DEFAULT_FRAMES: Mapping[Task, int] = {"t2va": 209, "fl2va": 209, "ref2va": 124}
 SIDE_MINIMUM, SIDE_MAXIMUM = 256, 4096
 """Pixels: the tile of the video VAE, and the widest H.264 that hardware decoders take."""
 SIDE_RATIO_MAXIMUM = 4
@@ -38,12 +45,23 @@ DEFAULT_FORWARDS = 49
 EVALUATIONS = Integer(1, 200, "evaluations")
 SIGMA_POINTS = Integer(2, 201, "sigma points")
 PARAMETERS_BYTES = 64 * 1024
+"""Of the parameters object, what `data:` URLs hold apart."""
+MEDIA_BYTES = 64 << 20
+"""Of all files of one request together."""
+OUTPUTS_MAXIMUM = 10
+REFERENCE_ORDERS = ("as_sent", "by_type")
+DEFAULT_RATIO = "16:9"
+"""Of ref2va."""
+AUTOMATIC = ("adaptive", "auto")
+REFERENCE_EDGES = range(256, 2048 + 1, 32)
+"""Short edges, in pixels, that an image reference may be given."""
+VIDEO_REFERENCE_EDGES = range(256, SHORT_EDGE + 1, 32)
+"""The same of a video reference."""
 PARAMETERS_DEPTH = 8
 CRF_RANGE = (1, 51)
 """Constant rate factors. 0 is left out: it selects the lossless profile, which browsers do not play."""
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 """Presets of libx264, fastest first."""
-TASKS = ("t2va", "fl2va", "ref2va")
 
 EXTRA = "extra_params"
 """An object whose keys are read as if they stood beside it, and win over keys of the same name there."""
@@ -71,7 +89,7 @@ class Field:
     """For a default that is computed."""
     paths: tuple[str, ...] = ()
     """Where the field may be written, the strongest first; empty: only under its name."""
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[Task, ...] = TASKS
     """The tasks whose requests the field has a meaning in."""
     status: Status = Status.OFFERED
     only: tuple[object, ...] | None = None
@@ -98,7 +116,7 @@ def _feature(
     *off: object,
     kind: Kind | None = None,
     paths: tuple[str, ...] = (),
-    tasks: tuple[str, ...] = TASKS,
+    tasks: tuple[Task, ...] = TASKS,
 ) -> Field:
     """A field of a feature that is not offered; `off` are the values that leave the feature off."""
     return Field(name, kind or Anything(), meaning, paths=paths, tasks=tasks, status=Status.NOT_OFFERED, only=off)
@@ -106,6 +124,13 @@ def _feature(
 
 def _no_effect(name: str, kind: Kind, meaning: str) -> Field:
     return Field(name, kind, meaning, status=Status.ACCEPTED)
+
+
+def _urls(kind: MediaKind, noun: str, tasks: tuple[Task, ...]) -> Field:
+    """A list of URLs as vllm-omni spells it."""
+    name = INPUTS[kind]
+    meaning = f"more {noun}, after those of {name}; not beside references"
+    return Field(f"{kind}_reference", MediaUrls(kind, COUNTS[kind]), meaning, (), "none", tasks=tasks)
 
 
 _SIDE = Integer(SIDE_MINIMUM, SIDE_MAXIMUM, "px")
@@ -123,16 +148,15 @@ _SHAPE = (
     Field(
         "task",
         Choice(TASKS, any_case=True),
-        "t2va: video and sound from text",
-        "t2va",
-        only=("t2va",),
-        lacks="images, videos or sounds as conditions",
+        "t2va: video and sound from text; fl2va: from text and the first or last frame or both; ref2va: from text and "
+        "reference images, videos and sounds",
+        default_text="ref2va with a video or a sound, fl2va with images, else t2va; ref2va on a server of it alone",
     ),
     Field(
         "duration",
         Number(SECONDS_MINIMUM, SECONDS_MAXIMUM, "seconds"),
         "checked as given, then round(24 x duration) frames (half to even), raised to the next 17n + 5",
-        default_text=f"{DEFAULT_FRAMES} frames (8.708 s)",
+        default_text="209 frames (8.708 s), for ref2va 124 (5.167 s)",
         paths=("target.duration_seconds", "duration_seconds", "duration"),
     ),
     Field(
@@ -157,9 +181,10 @@ _SHAPE = (
     ),
     Field(
         "aspect_ratio",
-        AspectRatio(ASPECT_RATIOS),
-        "required for t2va, also when width and height are given; without them it chooses the canvas",
-        default_text="required",
+        AspectRatio(ASPECT_RATIOS, AUTOMATIC),
+        "required for t2va, also when width and height are given; without them it chooses the canvas. fl2va has the "
+        f"ratio of its first image instead. {' and '.join(AUTOMATIC)} are {DEFAULT_RATIO}, for ref2va only",
+        default_text=f"required; {DEFAULT_RATIO} for ref2va",
         paths=("target.aspect_ratio", "aspect_ratio"),
         tasks=("t2va", "ref2va"),
     ),
@@ -190,6 +215,63 @@ _SHAPE = (
     ),
 )
 
+_REFERENCES = (
+    Field(
+        "references",
+        NamedReferences(COUNT_IN_ALL),
+        "the order in which the model reads the media; every file of the inputs IMAGES, VIDEOS and AUDIOS once",
+        default_text="all files: images, then videos, then sounds",
+        tasks=("fl2va", "ref2va"),
+    ),
+    _urls("image", "images", ("fl2va", "ref2va")),
+    _urls("video", "videos", ("ref2va",)),
+    _urls("audio", "sounds", ("ref2va",)),
+    Field(
+        "start_time_seconds",
+        StartTimes(COUNTS["video"]),
+        "where videos begin to count, in the order in which they are sent; not beside one in references",
+        0,
+        tasks=("ref2va",),
+    ),
+    Field(
+        "reference_order",
+        Choice(REFERENCE_ORDERS),
+        "as_sent, as diffusers does, or by_type: images, then videos, then sounds, as vllm-omni does",
+        "as_sent",
+        tasks=("ref2va",),
+    ),
+    Field(
+        "reference_short_edge",
+        Step(REFERENCE_EDGES, "px"),
+        "the short edge that reference images are resized to; rows and time grow with its square",
+        REFERENCE_EDGES[-1],
+        tasks=("ref2va",),
+    ),
+    Field(
+        "video_reference_short_edge",
+        Step(VIDEO_REFERENCE_EDGES, "px"),
+        "the short edge that reference videos are resized to; rows and time grow with its square",
+        VIDEO_REFERENCE_EDGES[-1],
+        tasks=("ref2va",),
+    ),
+    Field(
+        "frame_indices",
+        FrameIndices(),
+        "which frame each image is: 0 the first, -1 the last",
+        default_text="[0], or [0, -1] for two images",
+        paths=("target.frame_indices", "target.frame_index", "frame_indices", "frame_index"),
+        tasks=("fl2va",),
+    ),
+    Field(
+        "keyframe_geometry",
+        Choice(get_args(KeyframeGeometry)),
+        "diffusers: the first image is stretched to the canvas, the second covers it and is cropped; vllm-omni: both "
+        "are stretched",
+        "diffusers",
+        tasks=("fl2va",),
+    ),
+)
+
 _SAMPLING = (
     Field(
         "num_inference_steps",
@@ -207,7 +289,13 @@ _SAMPLING = (
     # Below 0.01 the float32 grid s*u / (1 + (s-1)*u) cancels; above 100 its first steps round to the same sigma.
     Field("flow_shift", Number(0.01, 100), "sigma shift of the video clock", default_text="the checkpoint's (12)"),
     Field("audio_flow_shift", Number(0.01, 100), "sigma shift of the audio clock", default_text="the checkpoint's (3)"),
-    Field("seed", Integer(-(2**63), 2**63 - 1), "seed of the initial noise", 42),
+    Field("seed", Integer(-(2**63), 2**63 - 1), "seed of the initial noise; output i has seed + i", 42),
+    Field(
+        "num_outputs_per_prompt",
+        Integer(1, OUTPUTS_MAXIMUM),
+        "clips of one request, of one encoding of its prompt and references",
+        1,
+    ),
     Field(
         "seed_convention",
         Choice(("diffusers", "vllm-omni")),
@@ -263,14 +351,14 @@ _NO_EFFECT = (
 _SERVER = (Field("model", Text(1, 256), "must equal the name that this server serves", default_text="the served name"),)
 
 _WINDOWS = "clips longer than 15 s, made in windows"
-_REFERENCES = "images, videos or sounds as conditions"
+_FORM = "files of a form: here they are the inputs IMAGES, VIDEOS and AUDIOS"
+_CONTROL = "pictures that steer every frame"
 _EDITING = "editing under latent masks"
 _REFINING = "a second pass at a larger size"
 _INTERPOLATION = "frames made between frames after decoding"
 _CACHE = "control of a step cache"
 
 _FEATURES = (
-    _feature("num_outputs_per_prompt", "several outputs of one request", 1, kind=Integer(1, 10)),
     _feature("generate_sound", "a clip without sound", True, kind=Boolean()),
     _feature("sound_duration", "sound of another length than the video"),
     _feature("return_stage_metrics", "timings beside the result", False, kind=Boolean()),
@@ -280,20 +368,13 @@ _FEATURES = (
     _feature("continuation_window_frames", _WINDOWS, tasks=("ref2va",)),
     _feature("continuation_overlap_frames", _WINDOWS, tasks=("ref2va",)),
     _feature("continuation_prompts", _WINDOWS, tasks=("ref2va",)),
-    _feature("frame_indices", _REFERENCES, paths=("target.frame_indices", "frame_indices"), tasks=("fl2va",)),
-    _feature("frame_index", _REFERENCES, paths=("target.frame_index", "frame_index"), tasks=("fl2va",)),
-    _feature("start_time_seconds", _REFERENCES, 0, 0.0, tasks=("ref2va",)),
-    _feature("input_reference", _REFERENCES, tasks=("fl2va", "ref2va")),
-    _feature("input_references", _REFERENCES, [], tasks=("fl2va", "ref2va")),
-    _feature("image_reference", _REFERENCES, [], tasks=("fl2va", "ref2va")),
-    _feature("video_reference", _REFERENCES, [], tasks=("ref2va",)),
-    _feature("audio_reference", _REFERENCES, [], tasks=("ref2va",)),
-    _feature("references", _REFERENCES, [], tasks=("fl2va", "ref2va")),
-    _feature("images", _REFERENCES, [], tasks=("fl2va", "ref2va")),
-    _feature("videos", _REFERENCES, [], tasks=("ref2va",)),
-    _feature("audios", _REFERENCES, [], tasks=("ref2va",)),
-    _feature("control_reference", _REFERENCES),
-    _feature("control_type", _REFERENCES),
+    _feature("input_reference", _FORM),
+    _feature("input_references", _FORM, []),
+    _feature("images", _FORM, []),
+    _feature("videos", _FORM, []),
+    _feature("audios", _FORM, []),
+    _feature("control_reference", _CONTROL),
+    _feature("control_type", _CONTROL),
     _feature("source_video", _EDITING),
     _feature("source_audio", _EDITING),
     _feature("video_noise_mask", _EDITING),
@@ -312,7 +393,7 @@ _FEATURES = (
     _feature("video_codec_options", "free encoder options; crf, preset and audio_bitrate are offered"),
 )
 
-FIELDS: tuple[Field, ...] = (*_SHAPE, *_SAMPLING, *_MEDIA, *_SERVER, *_NO_EFFECT, *_FEATURES)
+FIELDS: tuple[Field, ...] = (*_SHAPE, *_REFERENCES, *_SAMPLING, *_MEDIA, *_SERVER, *_NO_EFFECT, *_FEATURES)
 """Every key of the parameters object, in the order of docs/requests.md."""
 
 FIELD: Mapping[str, Field] = {field.name: field for field in FIELDS}

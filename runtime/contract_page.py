@@ -12,23 +12,26 @@ from runtime.contract import (
     EXTRA,
     FIELDS,
     GROUPS,
+    MEDIA_BYTES,
     PARAMETERS_BYTES,
     PARAMETERS_DEPTH,
     PROMPT,
-    TASKS,
     Field,
     Status,
 )
+from runtime.media import limits
 from runtime.refusal import show
+from runtime.task import TASKS
 
 _INTRODUCTION = f"""# Requests
 
-A request is a prompt and a parameters object. Over gRPC they are the inputs PROMPT (UTF-8) and PARAMS (JSON, `{{}}` for
-all defaults but the required fields). This page is written from the table that validates requests
-(`runtime/contract.py`); a test fails when the two differ.
+A request is a prompt, a parameters object and, for the tasks fl2va and ref2va, media files. Over gRPC they are the
+inputs PROMPT (UTF-8), PARAMS (JSON, `{{}}` for all defaults but the required fields), and IMAGES, VIDEOS and AUDIOS
+(BYTES of as many elements as there are files, each a whole file; left out where there are none). This page is written
+from the tables that check requests (`runtime/contract.py`, `runtime/media/limits.py`); a test fails when they differ.
 
 - The parameters are strict JSON of at most {PARAMETERS_BYTES // 1024} KiB and {PARAMETERS_DEPTH} levels: no key twice,
-  no lone surrogates.
+  no lone surrogates. What `data:` URLs hold does not count here but among the files.
 - Types are exact: `true` is not 1, `5.0` is not an integer, `"5"` is not a number, `null` is not "left out", and NaN
   and Infinity are no numbers.
 - An unknown key is refused, at every level. A field of a feature that is not offered is refused as 'not offered',
@@ -67,6 +70,17 @@ Over gRPC it is the message of an INVALID_ARGUMENT status; on a stream, whose er
 """
 
 
+_MEDIA = f"""## Media
+
+fl2va takes 1 or 2 images: the first frame of the clip, its last, or both. ref2va takes at least one image or video, and
+sounds beside them; at most {limits.COUNT_IN_ALL} files. All files of a request have at most {MEDIA_BYTES >> 20} MiB
+together. A URL is `data:`, `https:` or `http:` of a host that the operator allows, or a path under the operator's media
+folder; without either, `data:` only.
+"""
+
+_MEDIA_HEAD = ("", "image", "video", "sound")
+
+
 def page() -> str:
     """The whole page, Markdown."""
     by_status = {status: [field for field in FIELDS if field.status is status] for status in Status}
@@ -74,6 +88,8 @@ def page() -> str:
         _INTRODUCTION,
         f"## Example\n\n```json\n{EXAMPLE}```\n",
         "## Fields\n\n" + markdown_table(_FIELD_HEAD, map(_field_row, [PROMPT, *by_status[Status.OFFERED]])),
+        _MEDIA,
+        markdown_table(_MEDIA_HEAD, limits.rows()),
         "## Accepted, no effect\n\n" + markdown_table(_FIELD_HEAD, map(_field_row, by_status[Status.ACCEPTED])),
         "## Not offered\n\n" + markdown_table(_FEATURE_HEAD, map(_feature_row, by_status[Status.NOT_OFFERED])),
         f"## Canvases\n\nWithout width and height; explicit sides are multiples of {SIDE_MULTIPLE} px.\n\n"

@@ -12,7 +12,7 @@ from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
 from engines.store import Partition
 from runtime.block import Blocks, open_blocks
-from runtime.events import Cancellation, Reporter
+from runtime.events import Units
 from runtime.packing import Layout, rotary_tables
 from runtime.sampler import euler_step
 from runtime.schedule import Schedule
@@ -76,7 +76,8 @@ class Sequence:
     """What a request's forwards share, on the engines' device.
 
     text_rows [L, hidden]; row_order, timestep_index and modulation_index [S] int64, as in the layout; rotary cos and
-    sin [S, 48] float32; target_video and target_audio: the generated rows of the packed sequence.
+    sin [S, 48] float32; target_video and target_audio: the generated rows of the packed sequence; condition_rows: of
+    video and audio, those that come first in the layout's streams.
     """
 
     text_rows: torch.Tensor
@@ -87,14 +88,24 @@ class Sequence:
     sin: torch.Tensor
     target_video: slice
     target_audio: slice
+    condition_rows: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The rows being denoised, float32 in packed row layout on one device: video [Nv, 96] and audio [2A, 32]."""
+    """Rows of both streams, float32 in packed row layout on one device: video [Nv, 96] and audio [2A, 32]."""
 
     video: torch.Tensor
     audio: torch.Tensor
+
+    def to(self, device: torch.device) -> State:
+        """The same on a device."""
+        return State(self.video.to(device), self.audio.to(device))
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """How many of video and of audio."""
+        return len(self.video), len(self.audio)
 
 
 class Denoiser:
@@ -125,77 +136,89 @@ class Denoiser:
             sin.to(device),
             layout.target_video,
             layout.target_audio,
+            (layout.condition_video, layout.condition_audio),
         )
 
     def sample(
-        self, sequence: Sequence, schedule: Schedule, state: State, report: Reporter, cancellation: Cancellation
+        self, sequence: Sequence, schedule: Schedule, conditions: State, state: State, units: Units
     ) -> Iterator[State]:
         """Yields the state after each Euler step, on the engines' device; the last one is the clean latents' rows.
 
-        The schedule's tables are computed before its first step. Raises `Cancelled` between blocks once `cancellation`
-        is set.
+        conditions: rows that every step sees and none changes. The schedule's tables are computed before its first
+        step. One unit a step; raises `Cancelled` between blocks too, and ValueError when conditions are not as many as
+        the layout's.
         """
-        device = self._engines.device
-        state = State(state.video.to(device), state.audio.to(device))
+        if conditions.rows != sequence.condition_rows:
+            raise ValueError(f"conditions: {conditions.rows} rows, the layout has {sequence.condition_rows}")
+        conditions, state = (rows.to(self._engines.device) for rows in (conditions, state))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
         policy = self._engines.manifest.profile.attention
-        threshold = torch.zeros(1, device=device)
+        threshold = torch.zeros(1, device=self._engines.device)
         attention = {"skip_threshold": threshold} if policy.skips else {}
         blocks = open_blocks(self._engines, self._partition, rows, attention)
-        report("denoise", 0, schedule.forwards)
         slots = schedule.slots()
-        self._fill_cache(slots, cancellation)
+        self._fill_cache(slots, units)
         for step, timesteps in enumerate(slots):
-            table = self.modulation(timesteps, cancellation).to(device)
-            threshold.fill_(policy.threshold_at(float(schedule.video.sigmas[step])))
-            video, audio = self._velocity(sequence, blocks, table, state, cancellation)
-            state = State(
-                euler_step(schedule.video, step, state.video, video),
-                euler_step(schedule.audio, step, state.audio, audio),
-            )
-            report("denoise", step + 1, schedule.forwards)
+            with units.one(f"forward {step + 1} of {schedule.forwards}"):
+                table = self.modulation(timesteps, units).to(self._engines.device)
+                threshold.fill_(policy.threshold_at(float(schedule.video.sigmas[step])))
+                video, audio = self._velocity(sequence, blocks, table, conditions, state, units)
+                state = State(
+                    euler_step(schedule.video, step, state.video, video),
+                    euler_step(schedule.audio, step, state.audio, audio),
+                )
             yield state
 
-    def modulation(self, timesteps: torch.Tensor, cancellation: Cancellation) -> Modulation:
+    def modulation(self, timesteps: torch.Tensor, units: Units) -> Modulation:
         """The AdaLN table of one step from its slot timesteps [M] float32, in host memory, cached across requests."""
         table = self._cache.get(self._key(timesteps))
         if table is None:
-            (table,) = self._tables([timesteps], cancellation)
+            (table,) = self._tables([timesteps], units)
             self._cache.put(self._key(timesteps), table)
         return table
 
     def _key(self, timesteps: torch.Tensor) -> tuple[object, ...]:
         return self._partition, *timesteps.tolist()
 
-    def _fill_cache(self, slots: torch.Tensor, cancellation: Cancellation) -> None:
+    def _fill_cache(self, slots: torch.Tensor, units: Units) -> None:
         """Computes what the cache lacks of the tables of all steps [forwards, M], if it can hold them."""
         (spec,) = self._engines.manifest.graphs["modulation.adaln"].outputs
         nbytes = len(slots) * self._dimensions.table_elements * TORCH[spec.dtype].itemsize
         missing = [timesteps for timesteps in slots if self._cache.get(self._key(timesteps)) is None]
         if missing and self._cache.has_room(nbytes):
-            for timesteps, table in zip(missing, self._tables(missing, cancellation), strict=True):
+            for timesteps, table in zip(missing, self._tables(missing, units), strict=True):
                 self._cache.put(self._key(timesteps), table)
 
     def _velocity(
-        self, sequence: Sequence, blocks: Blocks, modulation: Modulation, state: State, cancellation: Cancellation
+        self,
+        sequence: Sequence,
+        blocks: Blocks,
+        modulation: Modulation,
+        conditions: State,
+        state: State,
+        units: Units,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = {"video_rows": state.video, "audio_rows": state.audio, "text_rows": sequence.text_rows}
-        hidden = self._run("prologue", {**rows, "row_order": sequence.row_order})["hidden"]
+        streams = {
+            "video_rows": torch.cat([conditions.video, state.video]),
+            "audio_rows": torch.cat([conditions.audio, state.audio]),
+            "text_rows": sequence.text_rows,
+        }
+        hidden = self._run("prologue", {**streams, "row_order": sequence.row_order})["hidden"]
         for index, table in enumerate(modulation.blocks):
-            cancellation.raise_if_cancelled(f"transformer block {index + 1} of {len(modulation.blocks)}")
+            units.check(f"transformer block {index + 1} of {len(modulation.blocks)}")
             hidden = blocks.run(index, hidden, table)
         head = {"hidden": hidden, "modulation": modulation.head, "timestep_index": sequence.timestep_index}
         velocity = self._run("epilogue", head)["velocity"]
         width = self._dimensions.video_row
         return velocity[sequence.target_video, :width], velocity[sequence.target_audio, width:]
 
-    def _tables(self, steps: list[torch.Tensor], cancellation: Cancellation) -> list[Modulation]:
+    def _tables(self, steps: list[torch.Tensor], units: Units) -> list[Modulation]:
         """The tables of some steps, layer by layer: a profile may have each layer's weights come from the host."""
         layers = []
         with self._engines.stage(MODULATION):
             embeddings = [self._run("modulation.time", {"timesteps": each})["embedding"] for each in steps]
             for instance in range(self._dimensions.layers + 1):
-                cancellation.raise_if_cancelled(f"modulation {instance + 1} of {self._dimensions.layers + 1}")
+                units.check(f"modulation {instance + 1} of {self._dimensions.layers + 1}")
                 runs = (self._run("modulation.adaln", {"embedding": each}, instance) for each in embeddings)
                 layers.append([run["modulation"].cpu() for run in runs])
         width = 6 * self._dimensions.hidden

@@ -1,22 +1,59 @@
-"""The text encoder: token ids to the conditioning rows, one embedding and one decoder-layer engine run per layer."""
+"""The text encoder: token ids and pictures to the conditioning rows, one decoder-layer engine run per layer."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from engines.sessions.engine_set import EngineSet
 from plugins.dimensions import TextEncoderDimensions
-from runtime.events import Cancellation, Reporter
+from runtime.events import Units
+from runtime.vision import Picture
 
 
-def text_rotary(length: int, dimensions: TextEncoderDimensions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary cos and sin, each [length, head_dim] float32, of a prompt without images.
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A picture and the first of the consecutive token rows whose places it takes."""
 
-    Without images the three position axes of Qwen3-VL's interleaved rotary embedding all count 0..length-1, so the
-    sections collapse to a plain rotary embedding (spec/model.md 7.1).
+    picture: Picture
+    first: int
+
+    @property
+    def span(self) -> slice:
+        """Its token rows."""
+        return slice(self.first, self.first + len(self.picture.rows))
+
+
+def mrope_positions(length: int, placed: Sequence[Placed], merge: int) -> torch.Tensor:
+    """Positions int64 [3, length] (time, height, width) of token rows, as Qwen3-VL's get_rope_index gives them.
+
+    Text counts up on all axes. A picture stands still in time and counts its merged rows and columns from there; what
+    follows continues after its longer side. Frames of a video are pictures, which timestamps in the text separate.
+    """
+    pieces, position, row = [], 0, 0
+    for one in placed:
+        pieces.append(_text_positions(position, one.first - row))
+        position += one.first - row
+        height, width = (side // merge for side in one.picture.grid)
+        pieces.append(_picture_positions(position, height, width))
+        position += max(height, width)
+        row = one.span.stop
+    return torch.cat([*pieces, _text_positions(position, length - row)], dim=1)
+
+
+def text_rotary(positions: torch.Tensor, dimensions: TextEncoderDimensions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary cos and sin, float32 [L, head_dim] each, of positions int64 [3, L].
+
+    Interleaved: of every three frequencies the first turns with time, the second with height, the third with width, as
+    far as the sections of height and width reach; the others turn with time (spec/model.md 7.1).
     """
     half = torch.arange(0, dimensions.head_dim, 2, dtype=torch.float32) / dimensions.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / dimensions.rope_theta**half)
+    axes = torch.zeros(len(half), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * dimensions.mrope_section[axis] : 3] = axis
+    angles = positions[axes].T.float() * (1.0 / dimensions.rope_theta**half)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -27,19 +64,42 @@ class TextEncoder:
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
         self._dimensions = engines.manifest.dimensions.text_encoder
+        self._merge = engines.manifest.dimensions.vision.merge
 
-    def encode(self, token_ids: torch.Tensor, report: Reporter, cancellation: Cancellation) -> torch.Tensor:
+    @property
+    def layers(self) -> int:
+        """Units of one encoding."""
+        return self._dimensions.layers
+
+    def encode(self, token_ids: torch.Tensor, placed: Sequence[Placed], units: Units) -> torch.Tensor:
         """Conditioning [L, text_dim] on the engines' device in their compute dtype, of token ids [L] int64.
 
-        Raises `Cancelled` between layers once `cancellation` is set.
+        placed: pictures in the order of their rows. One unit a layer; raises `Cancelled` between layers.
         """
-        cos, sin = (angles.to(self._engines.device) for angles in text_rotary(len(token_ids), self._dimensions))
+        positions = mrope_positions(len(token_ids), placed, self._merge)
+        cos, sin = (angles.to(self._engines.device) for angles in text_rotary(positions, self._dimensions))
         hidden = self._engines.run("text_encoder.embedding", {"token_ids": token_ids})["hidden"]
-        layers = self._dimensions.layers
-        report("encode", 0, layers)
-        for layer in range(layers):
-            cancellation.raise_if_cancelled(f"text encoder layer {layer + 1} of {layers}")
-            inputs = {"hidden": hidden, "cos": cos, "sin": sin}
-            hidden = self._engines.run("text_encoder.layer", inputs, instance=layer)["hidden_out"]
-            report("encode", layer + 1, layers)
+        for one in placed:
+            hidden[one.span] = one.picture.rows.to(hidden)
+        for layer in range(self.layers):
+            with units.one(f"text encoder layer {layer + 1} of {self.layers}"):
+                inputs = {"hidden": hidden, "cos": cos, "sin": sin}
+                hidden = self._engines.run("text_encoder.layer", inputs, instance=layer)["hidden_out"]
+                _add_deepstack(hidden, placed, layer)
         return hidden
+
+
+def _add_deepstack(hidden: torch.Tensor, placed: Sequence[Placed], layer: int) -> None:
+    """Adds, in place, what the vision tower's early blocks say to the first layers' picture rows."""
+    for one in placed:
+        if layer < len(one.picture.deepstack):
+            hidden[one.span] += one.picture.deepstack[layer].to(hidden)
+
+
+def _text_positions(start: int, rows: int) -> torch.Tensor:
+    return torch.arange(start, start + rows).expand(3, -1)
+
+
+def _picture_positions(start: int, height: int, width: int) -> torch.Tensor:
+    down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return start + torch.stack([torch.zeros_like(down).flatten(), down.flatten(), across.flatten()])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -16,7 +17,8 @@ Stage = Literal["prepare", "encode", "denoise", "decode"]
 class Event:
     """One progress report: `index` of `total` units of `stage` are done, `seconds` after the request began.
 
-    Index 0 says that the stage has started. Units are layers in `encode`, forwards in `denoise`, tiles in `decode`.
+    Index 0 says that the stage has started. Units are, in `encode`, tiles of conditions, soundtracks, pictures shown to
+    the text encoder and its layers; forwards in `denoise`; tiles in `decode`.
     """
 
     stage: Stage
@@ -89,3 +91,32 @@ class Cancellation:
         """Raise Cancelled, saying what would have run next (`before`), if the request has been asked to stop."""
         if self.cancelled:
             raise Cancelled(f"cancelled before {before}")
+
+
+class Units:
+    """The units of one stage, counted over everything that the stage consists of."""
+
+    def __init__(self, stage: Stage, total: int, report: Reporter, cancellation: Cancellation) -> None:
+        """Reports that the stage has begun."""
+        self._stage, self._total = stage, total
+        self._report, self._cancellation = report, cancellation
+        self._finished = 0
+        report(stage, 0, total)
+
+    @contextmanager
+    def one(self, what: str) -> Iterator[None]:
+        """Around one unit: raises Cancelled before it, naming it, if so asked, and reports it when it is done."""
+        self.check(what)
+        yield
+        self._finished += 1
+        self._report(self._stage, self._finished, self._total)
+
+    def reach(self, count: int) -> None:
+        """Counts units as done that need not be: so many are done at least."""
+        if count > self._finished:
+            self._finished = count
+            self._report(self._stage, count, self._total)
+
+    def check(self, what: str) -> None:
+        """Raises Cancelled before a part of a unit, naming it, if the request has been asked to stop."""
+        self._cancellation.raise_if_cancelled(what)

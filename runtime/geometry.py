@@ -61,9 +61,9 @@ def image_size(width: int, height: int, short_edge: int) -> Size:
     return nearest_side(width * scale), nearest_side(height * scale)
 
 
-def video_size(width: int, height: int) -> Size:
-    """(width, height) of a reference video: the canvas of its own ratio."""
-    return canvas_of(width / height)
+def video_size(width: int, height: int, short_edge: int) -> Size:
+    """(width, height) of a reference video: the canvas of its own ratio, with that short edge."""
+    return canvas_of(width / height, short_edge)
 
 
 def video_frames(available: int, target_frames: int, vae: VideoVAEDimensions) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +12,123 @@ from numpy.typing import NDArray
 
 from engines.store import EngineStore, Manifest
 from runtime.admission import MemoryModel
-from runtime.contract import TOKENS_MAXIMUM
+from runtime.contract import MEDIA_BYTES
+from runtime.given import GivenFields
+from runtime.media.facts import Kind
+from runtime.media.limits import check_bytes, check_together
+from runtime.media.probe import probe
+from runtime.media.source import MediaPolicy, fetch
+from runtime.presentation import Presentation, presentation
+from runtime.references import KnownFile, sha256_of
 from runtime.refusal import RequestError
-from runtime.request import Resolved, resolve
+from runtime.request import Limits, Resolved, resolve, restore
+from runtime.selection import Wanted, select
+from runtime.task import tasks_of
 from runtime.text import Tokenizer
+
+Files = Mapping[Kind, Sequence[bytes]]
+"""The files that came with a request, each whole, by kind; a kind that has none may be left out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A request that was taken in. `media`: the files of `resolved.references`, in their order."""
+
+    resolved: Resolved
+    presented: Presentation
+    media: tuple[bytes, ...] = field(repr=False)
 
 
 class Intake:
     """The front of a pipeline: everything about a request that needs no engine."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer) -> None:
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, policy: MediaPolicy | None = None) -> None:
         self._dimensions = manifest.dimensions
+        self._limits = Limits(tasks=tasks_of(manifest.bindings))
         self._memory = MemoryModel.of(manifest)
         self._tokenizer = tokenizer
+        self._policy = policy or MediaPolicy()
 
     @classmethod
-    def open(cls, store: str | Path) -> Intake:
+    def open(cls, store: str | Path, policy: MediaPolicy | None = None) -> Intake:
         """Reads a store's manifest and tokenizer. Raises StoreError when the store cannot be served from."""
         opened = EngineStore.open(store)
-        return cls(opened.manifest, Tokenizer(opened.tokenizer_file))
+        return cls(opened.manifest, Tokenizer(opened.tokenizer_file), policy)
 
-    def resolve(self, prompt: bytes | str, params: Mapping[str, Any]) -> Resolved:
+    def take(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Taken:
+        """The request with every choice made, admitted to this machine's memory, and its files. Raises RequestError."""
+        given = files or {}
+        counts = {kind: len(elements) for kind, elements in given.items()}
+        wanted = select(GivenFields(params), counts, self._limits.tasks)
+        media = self._gathered(wanted, given)
+        known = [_known(one, data) for one, data in zip(wanted, media, strict=True)]
+        check_together([one.facts for one in known], [one.where for one in known])
+        resolved = resolve(prompt, params, self._dimensions, self._limits, known)
+        presented = self.present(resolved)
+        self.admit(resolved, len(presented.token_ids))
+        return Taken(resolved, presented, media)
+
+    def resolve(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Resolved:
         """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
-        resolved = resolve(prompt, params, self._dimensions)
-        self.admit(resolved, len(self.tokenize(resolved)))
-        return resolved
+        return self.take(prompt, params, files).resolved
+
+    def restore(self, raw: bytes | str) -> Resolved:
+        """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
+        return restore(raw, self._dimensions, self._limits)
+
+    def retake(
+        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
+    ) -> Taken:
+        """A request whose parts came over the wire, each believed only as far as it is what `take` makes of the others.
+
+        tokens, tags [L]. Raises RequestError.
+        """
+        presented = self.present(resolved)
+        for name, given, expected in (("TOKENS", tokens, presented.token_ids), ("TAGS", tags, presented.tags)):
+            if not np.array_equal(given, expected):
+                raise RequestError(name, f"{given.size} values", "must be those of the resolved request")
+        self.check_media(resolved, media)
+        self.admit(resolved, len(presented.token_ids))
+        return Taken(resolved, presented, tuple(media))
 
     def admit(self, resolved: Resolved, text_rows: int) -> None:
         """Checks a resolved request that came over the wire, with that many text rows. Raises RequestError."""
-        if not 1 <= text_rows <= TOKENS_MAXIMUM:
-            raise RequestError("TEXT", f"{text_rows} rows", f"must have from 1 to {TOKENS_MAXIMUM} rows")
         self._memory.admit(resolved, text_rows)
 
-    def tokenize(self, resolved: Resolved) -> NDArray[np.int64]:
-        """Token ids of the prompt, [L]. Raises RequestError."""
-        return self._tokenizer.encode(resolved.prompt)
+    def present(self, resolved: Resolved) -> Presentation:
+        """What the text encoder reads of a request. Raises RequestError."""
+        return presentation(resolved.prompt, resolved.references, self._tokenizer, self._dimensions.processor)
+
+    def check_media(self, resolved: Resolved, media: Sequence[bytes]) -> None:
+        """Raises RequestError unless these are the files of a resolved request that came over the wire."""
+        if len(media) != len(resolved.references):
+            rule = "must have one file for each reference of the resolved request"
+            raise RequestError("MEDIA", f"{len(media)} files", rule, f"{len(resolved.references)} files")
+        for place, (one, data) in enumerate(zip(resolved.references, media, strict=True)):
+            where = f"MEDIA[{place}]"
+            if sha256_of(data) != one.sha256:
+                raise RequestError(where, f"{len(data)} bytes", "must be the file of the resolved request")
+            if probe(data, one.kind, where, one.start_time_seconds) != one.facts:
+                raise RequestError(where, str(one.facts), "must be what the file's header says")
+
+    def _gathered(self, wanted: Sequence[Wanted], files: Files) -> tuple[bytes, ...]:
+        """The files in packed order. Raises RequestError."""
+        found: list[bytes] = []
+        for one in wanted:
+            data = files[one.kind][one.index] if one.index is not None else self._fetched(one)
+            check_bytes(len(data), one.kind, one.where)
+            found.append(data)
+            total = sum(map(len, found))
+            if total > MEDIA_BYTES:
+                rule = f"all files of a request must have at most {MEDIA_BYTES} bytes together"
+                raise RequestError(one.where, f"{total} bytes", rule)
+        return tuple(found)
+
+    def _fetched(self, one: Wanted) -> bytes:
+        assert one.url is not None  # it has no index
+        return fetch(one.url, one.kind, self._policy, one.where)
+
+
+def _known(one: Wanted, data: bytes) -> KnownFile:
+    facts = probe(data, one.kind, one.where, one.start_time_seconds)
+    return KnownFile(one.where, sha256_of(data), len(data), one.start_time_seconds, facts)

@@ -63,6 +63,30 @@ class Integer:
 
 
 @dataclass(frozen=True)
+class Step:
+    """An integer of a range with a step, such as sides on a grid."""
+
+    values: range
+    unit: str = ""
+    type_name = "integer"
+
+    @property
+    def range_text(self) -> str:
+        return f"{self.values[0]} to {self.values[-1]}{_unit(self.unit)} in steps of {self.values.step}"
+
+    @property
+    def rule(self) -> str:
+        return f"must be an integer from {self.range_text}"
+
+    def check(self, spelling: str, value: object) -> int:
+        if type(value) is int and value in self.values:
+            return value
+        clamped = _clamp(value, self.values[0], self.values[-1])
+        nearest = None if clamped is None else min(self.values, key=lambda one: abs(one - clamped))
+        raise RequestError(spelling, value, self.rule, nearest)
+
+
+@dataclass(frozen=True)
 class Number:
     """A finite number in a closed range, returned as float."""
 
@@ -206,21 +230,25 @@ class Sides:
 
 @dataclass(frozen=True)
 class AspectRatio:
-    """One of the named ratios, as its name or as a number (or its decimal digits) within 1e-6; returns the name."""
+    """One of the named ratios, as its name or as a number (or its decimal digits) within 1e-6; returns the name.
+
+    automatic: words that leave the ratio to the task.
+    """
 
     names: tuple[str, ...]
+    automatic: tuple[str, ...] = ()
     type_name = "string or number"
 
     @property
     def range_text(self) -> str:
-        return ", ".join(self.names) + ", or width/height within 1e-6"
+        return ", ".join((*self.names, *self.automatic)) + ", or width/height within 1e-6"
 
     @property
     def rule(self) -> str:
         return f"must be one of {self.range_text}"
 
     def check(self, spelling: str, value: object) -> str:
-        if type(value) is str and value in self.names:
+        if type(value) is str and value in (*self.names, *self.automatic):
             return value
         number = _decimal(value)
         nearest = None if number is None else min(self.names, key=lambda name: abs(ratio_of(name) - number))

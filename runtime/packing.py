@@ -1,7 +1,7 @@
 """The packed sequence of a request: which row holds what, where it lies in space and time, and which timestep it has.
 
-A layout is a list of segments in packed order. Text-to-video-and-audio has three: text, target audio, target video.
-Keyframe and reference conditions are further segments between text and the target; nothing else changes.
+A layout is a list of segments in packed order: text, then what keyframes and references condition on, then the target's
+audio and video. Text-to-video-and-audio has no conditions; nothing else sets the three tasks apart.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plugins.dimensions import AUDIO_CHANNELS, AUDIO_TAG, MODALITIES, TEXT_TAG, VIDEO_TAG
-from runtime.schedule import AUDIO_SLOT, VIDEO_SLOT
+from plugins.dimensions import AUDIO_CHANNELS, AUDIO_TAG, MODALITIES, VIDEO_TAG
+from runtime.schedule import AUDIO_CONDITION_SLOT, AUDIO_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT
 
 Stream = Literal["text", "audio", "video"]
 """Inputs of the prologue, in the order in which it concatenates them."""
@@ -32,17 +32,41 @@ SPATIAL_SCALE = 32
 
 Patch = tuple[int, int, int]
 
+Role = Literal["first", "last", "reference"]
+"""What a condition is to the clip: its first frame, its last frame, or something to refer to."""
+
+IMAGE_CLOCK_UNITS = 1.0
+"""Time that a reference image takes on the rotary clock, which is not that of a frame."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A keyframe or reference as the layout needs it.
+
+    kind: what it shows or sounds. role: keyframes lie in the clip's time, references before it. latent_frames,
+    latent_height and latent_width: of its picture, 1 frame for an image, 0 for a sound. audio_latents: of one channel
+    of its sound, 0 where there is none.
+    """
+
+    kind: Literal["image", "video", "audio"]
+    role: Role
+    latent_frames: int = 0
+    latent_height: int = 0
+    latent_width: int = 0
+    audio_latents: int = 0
+
 
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Consecutive packed rows of one kind.
 
-    stream: which prologue input holds the rows, in the order in which its segments appear. tag: modality, picks the
-    AdaLN weights. slot: timestep slot. positions: float64 [rows, 3], columns t, h, w. target: rows that are generated.
+    stream: which prologue input holds the rows, in the order in which its segments appear. tags: int64 [rows],
+    modalities, pick the AdaLN weights. slot: timestep slot. positions: float64 [rows, 3], columns t, h, w. target: rows
+    that are generated.
     """
 
     stream: Stream
-    tag: int
+    tags: NDArray[np.int64]
     slot: int
     positions: NDArray[np.float64]
     target: bool = False
@@ -60,7 +84,8 @@ class Layout:
     token_tags [S]; position_ids float64 [S, 3]; row_order [S], index of each packed row into cat(text, audio, video);
     timestep_index [S], slot of each row; modulation_index [S] = slot * 3 + tag; text_, audio_ and video_indices:
     packed rows of each stream in stream order, conditions before targets; target_audio and target_video: the
-    generated rows, a slice of the packed sequence each.
+    generated rows, a slice of the packed sequence each; condition_audio and condition_video: how many rows of each
+    stream are conditions.
     """
 
     token_tags: torch.Tensor
@@ -73,6 +98,8 @@ class Layout:
     video_indices: torch.Tensor
     target_audio: slice
     target_video: slice
+    condition_audio: int
+    condition_video: int
 
     @property
     def rows(self) -> int:
@@ -80,43 +107,39 @@ class Layout:
         return self.token_tags.numel()
 
 
-def t2va_layout(
-    text_rows: int,
+def layout(
+    text_tags: torch.Tensor,
+    conditions: Sequence[Condition],
     latent_frames: int,
     latent_height: int,
     latent_width: int,
     audio_latents: int,
     patch: Patch = (1, 2, 2),
 ) -> Layout:
-    """The layout of a text-only request: text, audio of both channels, video.
+    """The layout of a request of any task: text, conditions in packed order, audio of both channels, video.
 
-    Rows, tags and positions are bit-equal to diffusers' MiniMaxH3PrepareLayoutStep (spec/model.md 3.2 and 3.3).
+    text_tags: int64 [L], the modality of every text row, which is that of video in a vision block. Rows, tags and
+    positions are bit-equal to diffusers' MiniMaxH3PrepareLayoutStep and MiniMaxH3Ref2VAPrepareLayoutStep
+    (spec/model.md 3.2 and 3.3).
     """
-    return assemble(
-        [
-            Segment("text", TEXT_TAG, VIDEO_SLOT, _text_positions(text_rows)),
-            Segment(
-                "audio",
-                AUDIO_TAG,
-                AUDIO_SLOT,
-                audio_positions(float(text_rows), audio_latents, spatial_axis(latent_width, latent_height, patch[2])),
-                target=True,
-            ),
-            Segment(
-                "video",
-                VIDEO_TAG,
-                VIDEO_SLOT,
-                video_positions(float(text_rows), latent_frames, latent_height, latent_width, patch),
-                target=True,
-            ),
-        ]
-    )
+    width_axis = spatial_axis(latent_width, latent_height, patch[2])
+    segments = [Segment("text", text_tags.numpy(), VIDEO_SLOT, _text_positions(len(text_tags)))]
+    # Rotary time goes on from the text: each reference takes its share of it, then the clip begins.
+    clock = float(len(text_tags))
+    for condition in conditions:
+        origin = _last_frame(clock, latent_frames) if condition.role == "last" else clock
+        segments += _condition_segments(condition, origin, width_axis, patch)
+        clock += _clock_units(condition)
+    picture = video_positions(clock, latent_frames, latent_height, latent_width, patch)
+    segments.append(_audio(AUDIO_SLOT, audio_positions(clock, audio_latents, width_axis), target=True))
+    segments.append(_video(VIDEO_SLOT, picture, target=True))
+    return assemble(segments)
 
 
 def assemble(segments: Sequence[Segment]) -> Layout:
     """The layout of segments in packed order; exactly one audio and one video segment must be a target."""
     order, indices = _row_order(segments)
-    tags = np.concatenate([np.full(segment.rows, segment.tag) for segment in segments])
+    tags = np.concatenate([segment.tags for segment in segments])
     slots = np.concatenate([np.full(segment.rows, segment.slot) for segment in segments])
     return Layout(
         token_tags=_int64(tags),
@@ -129,6 +152,8 @@ def assemble(segments: Sequence[Segment]) -> Layout:
         video_indices=_int64(indices["video"]),
         target_audio=_target(segments, "audio"),
         target_video=_target(segments, "video"),
+        condition_audio=_condition_rows(segments, "audio"),
+        condition_video=_condition_rows(segments, "video"),
     )
 
 
@@ -146,8 +171,7 @@ def spatial_axis(cells: int, other_cells: int, patch: int) -> NDArray[np.float64
 
 def temporal_axis(origin: float, latent_frames: int) -> NDArray[np.float64]:
     """Rotary times of video latent frames from `origin`, float64 [latent_frames]; steps of 5/3 * (1, 4, 4, 4, 4)."""
-    spans = CLOCK_UNITS_PER_FRAME * np.resize(np.asarray(FRAMES_PER_LATENT, dtype=np.float64), latent_frames)
-    return origin + np.concatenate([np.zeros(1), np.cumsum(spans[:-1])])
+    return origin + np.concatenate([np.zeros(1), np.cumsum(_spans(latent_frames)[:-1])])
 
 
 def video_positions(
@@ -220,6 +244,53 @@ def unpack_audio(rows: torch.Tensor, audio_latents: int) -> torch.Tensor:
     return rows.reshape(AUDIO_CHANNELS, audio_latents, rows.shape[-1]).permute(0, 2, 1).contiguous()
 
 
+def _condition_segments(
+    condition: Condition, origin: float, width_axis: NDArray[np.float64], patch: Patch
+) -> list[Segment]:
+    """Rows of one condition: a sound's, or those of a picture after those of its sound.
+
+    Sound alone sits at the sides of the clip's picture, `width_axis`; a video's at those of its own.
+    """
+    frames, height, width = condition.latent_frames, condition.latent_height, condition.latent_width
+    if condition.kind == "audio":
+        return [_audio(AUDIO_CONDITION_SLOT, audio_positions(origin, condition.audio_latents, width_axis))]
+    picture = _video(VISUAL_CONDITION_SLOT, video_positions(origin, frames, height, width, patch))
+    if not condition.audio_latents:
+        return [picture]
+    own_axis = spatial_axis(width, height, patch[2])
+    return [_audio(AUDIO_CONDITION_SLOT, audio_positions(origin, condition.audio_latents, own_axis)), picture]
+
+
+def _audio(slot: int, positions: NDArray[np.float64], target: bool = False) -> Segment:
+    return Segment("audio", np.full(len(positions), AUDIO_TAG), slot, positions, target)
+
+
+def _video(slot: int, positions: NDArray[np.float64], target: bool = False) -> Segment:
+    return Segment("video", np.full(len(positions), VIDEO_TAG), slot, positions, target)
+
+
+def _clock_units(condition: Condition) -> float:
+    """Rotary time that a condition takes before the clip begins."""
+    if condition.role != "reference":
+        return 0.0
+    if condition.kind == "image":
+        return IMAGE_CLOCK_UNITS
+    # The time of the frame after its last one. Summed one by one, as the released model does here: neither numpy's
+    # pairwise sum nor that of Python's `sum`, which compensates from 3.12 on; both differ in the last bit.
+    span = float(temporal_axis(0.0, condition.latent_frames + 1)[-1])
+    return max(float(condition.audio_latents), span)
+
+
+def _last_frame(origin: float, latent_frames: int) -> float:
+    """Rotary time of a clip's last frame: here the released model sums pairwise, as numpy does."""
+    return origin + float(_spans(latent_frames).sum()) - CLOCK_UNITS_PER_FRAME
+
+
+def _spans(latent_frames: int) -> NDArray[np.float64]:
+    """Rotary time of each latent frame."""
+    return CLOCK_UNITS_PER_FRAME * np.resize(np.asarray(FRAMES_PER_LATENT, dtype=np.float64), latent_frames)
+
+
 def _text_positions(rows: int) -> NDArray[np.float64]:
     positions = np.zeros((rows, 3))
     positions[:, 0] = np.arange(rows, dtype=np.float64)
@@ -255,6 +326,10 @@ def _target(segments: Sequence[Segment], stream: Stream) -> slice:
     if len(found) != 1:
         raise ValueError(f"segments: {len(found)} generated {stream} segments, there must be exactly one")
     return found[0]
+
+
+def _condition_rows(segments: Sequence[Segment], stream: Stream) -> int:
+    return sum(segment.rows for segment in segments if segment.stream == stream and not segment.target)
 
 
 def _int64(values: NDArray[np.int64]) -> torch.Tensor:

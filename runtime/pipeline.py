@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore, Manifest
+from plugins.dimensions import TEXT_TAG, VIDEO_TAG
 from runtime.admission import MemoryModel
 from runtime.block import block_graphs
+from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference_key
+from runtime.conditioner import CONDITIONING, Conditioner
 from runtime.decode import decode_audio, decode_video
 from runtime.denoiser import Denoiser, ModulationCache, State
 from runtime.encoder import TextEncoder
-from runtime.events import Cancellation, Event, Reporter
-from runtime.intake import Intake
+from runtime.events import Cancellation, Event, Reporter, Units
+from runtime.intake import Files, Intake, Taken
+from runtime.media.source import MediaPolicy
 from runtime.mux import MediaOptions, Mp4Writer
-from runtime.packing import Layout, patchify_video, t2va_layout, unpack_audio, unpatchify_video
+from runtime.packing import Condition, Layout, layout, patchify_video, unpack_audio, unpatchify_video
+from runtime.reference_pixels import ReferencePixels
+from runtime.refusal import RequestError
 from runtime.request import Resolved
-from runtime.rng import InitialNoise, NoiseGenerators, initial_noise
+from runtime.rng import Noise, augmented, draw_noise
 from runtime.schedule import Schedule
+from runtime.task import PARTITION
 from runtime.text import Tokenizer
+from runtime.vision import VISION
 
 PipelineStage = Literal["encode", "denoise", "decode"]
 
@@ -34,24 +47,58 @@ STAGES: tuple[PipelineStage, ...] = get_args(PipelineStage)
 Progress = Callable[[Event], None]
 
 
-class Pipeline:
-    """The stages of text-to-video-and-audio over one opened store. Serves one request at a time."""
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What a request is conditioned on, on the CPU.
 
-    def __init__(self, engines: EngineSet, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic) -> None:
+    text [L, text_dim] and tags int64 [L], the modality of each row; condition_video [Nc, 96] and condition_audio
+    [Na, 32] float32: clean normalised rows of the references in packed order, none for text alone.
+    """
+
+    text: torch.Tensor
+    tags: torch.Tensor
+    condition_video: torch.Tensor
+    condition_audio: torch.Tensor
+
+
+Latents = tuple[torch.Tensor, torch.Tensor]
+"""Clean normalised latents of one output, float32 on the CPU: video [1, 24, T, h, w] and audio [1, 2, 32, A]."""
+
+
+class Pipeline:
+    """The stages of all tasks over one opened store. Serves one request at a time."""
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+        cache: ConditionCache | None = None,
+        policy: MediaPolicy | None = None,
+    ) -> None:
+        """cache: of encoded prompts and references; None: nothing is kept. policy: where URLs of media may lead to."""
         self._engines = engines
-        self._intake = Intake(engines.manifest, tokenizer)
+        self._intake = Intake(engines.manifest, tokenizer, policy)
         self._clock = clock
+        self._cache = cache or ConditionCache()
         self._dimensions = engines.manifest.dimensions
-        cache = ModulationCache(MemoryModel.of(engines.manifest).modulation_cache)
+        self._conditioner = Conditioner(engines)
         self._encoder = TextEncoder(engines)
-        self._denoiser = Denoiser(engines, "fl2va", cache)
+        tables = ModulationCache(MemoryModel.of(engines.manifest).modulation_cache)
+        self._denoisers = {partition: Denoiser(engines, partition, tables) for partition in engines.partitions}
 
     @classmethod
-    def open(cls, store: str | Path, stages: Collection[PipelineStage] = STAGES) -> Pipeline:
+    def open(
+        cls,
+        store: str | Path,
+        stages: Collection[PipelineStage] = STAGES,
+        cache: ConditionCache | None = None,
+        policy: MediaPolicy | None = None,
+    ) -> Pipeline:
         """Opens the engines of `stages`. Raises StoreError when the store cannot be served from."""
         opened = EngineStore.open(store)
         graphs = [graph for stage in STAGES if stage in stages for graph in stage_graphs(opened.manifest)[stage]]
-        return cls(EngineSet.open(opened, graphs=graphs), Tokenizer(opened.tokenizer_file))
+        return cls(EngineSet.open(opened, graphs=graphs), Tokenizer(opened.tokenizer_file), cache=cache, policy=policy)
 
     @property
     def manifest(self) -> Manifest:
@@ -62,27 +109,34 @@ class Pipeline:
         """Opens every engine now, so that the first request is as quick as the others."""
         self._engines.warm()
 
-    def resolve(self, prompt: bytes | str, params: Mapping[str, Any]) -> Resolved:
-        """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
-        return self._intake.resolve(prompt, params)
+    def take(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Taken:
+        """The request with every choice made, admitted to this machine's memory, and its files. Raises RequestError."""
+        return self._intake.take(prompt, params, files)
 
-    def tokenize(self, resolved: Resolved) -> torch.Tensor:
-        """Token ids of the prompt, int64 [L]. Raises RequestError."""
-        return torch.from_numpy(self._intake.tokenize(resolved))
+    def restore(self, raw: bytes | str) -> Resolved:
+        """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
+        return self._intake.restore(raw)
 
-    def encode(self, tokens: torch.Tensor, progress: Progress, cancellation: Cancellation) -> torch.Tensor:
-        """Conditioning [L, text_dim] of token ids [L]. Raises Cancelled."""
-        return self._encode(tokens, self._reporter(progress), cancellation).cpu()
+    def retake(
+        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
+    ) -> Taken:
+        """A request whose parts came over the wire: tokens and tags [L], and its files. Raises RequestError."""
+        return self._intake.retake(resolved, tokens, tags, media)
+
+    def encode(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Encoded:
+        """What the denoiser is conditioned on. Raises Cancelled, and RequestError for files that do not decode."""
+        return self._encode(taken, self._reporter(progress), cancellation)
 
     def denoise(
-        self, resolved: Resolved, text: torch.Tensor, progress: Progress, cancellation: Cancellation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clean normalised latents, float32: video [1, 24, T, h, w] and audio [2, 32, A].
+        self, resolved: Resolved, encoded: Encoded, progress: Progress, cancellation: Cancellation
+    ) -> Iterator[Latents]:
+        """The latents of each output, one after the other: output i is what seed + i gives.
 
         Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
         """
-        self._intake.admit(resolved, len(text))
-        return self._denoise(resolved, text, self._reporter(progress), cancellation)
+        _check_encoded(resolved, encoded)
+        self._intake.admit(resolved, len(encoded.text))
+        return self._denoise(resolved, encoded, self._reporter(progress), cancellation)
 
     def decode(
         self,
@@ -92,65 +146,111 @@ class Pipeline:
         progress: Progress,
         cancellation: Cancellation,
     ) -> bytes:
-        """The MP4 of normalised latents; frames go to the encoder as they become final.
+        """The MP4 of one output's latents; frames go to the encoder as they become final.
 
         Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
         """
         self._intake.admit(resolved, 1)
         return self._decode(resolved, video, audio, self._reporter(progress), cancellation)
 
-    def generate(self, resolved: Resolved, progress: Progress, cancellation: Cancellation) -> bytes:
-        """All stages of one request in this process. Raises Cancelled."""
+    def generate(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Iterator[bytes]:
+        """All stages of one request in this process: an MP4 for each output, when it is ready. Raises Cancelled."""
         report = self._reporter(progress)
-        text = self._encode(self.tokenize(resolved), report, cancellation)
-        video, audio = self._denoise(resolved, text, report, cancellation)
-        return self._decode(resolved, video, audio, report, cancellation)
+        encoded = self._encode(taken, report, cancellation)
+        # All outputs before the first is decoded: where weights are swapped, they change places once.
+        for video, audio in list(self._denoise(taken.resolved, encoded, report, cancellation)):
+            yield self._decode(taken.resolved, video, audio, report, cancellation)
 
-    def _encode(self, tokens: torch.Tensor, report: Reporter, cancellation: Cancellation) -> torch.Tensor:
+    def noise(self, resolved: Resolved, output: int = 0) -> Noise:
+        """The noise that the request's seed and seed convention stand for, of one of its outputs."""
+        channels = self._dimensions.denoiser.video_channels, self._dimensions.denoiser.audio_channels
+        pictures = [
+            (one.latent_frames, one.latent_height, one.latent_width) for one in resolved.references if one.latent_frames
+        ]
+        grid, seed = _latent_grid(resolved), resolved.seed + output
+        return draw_noise(seed, resolved.seed_convention, pictures, grid, resolved.audio_latents, channels)
+
+    def layout(self, resolved: Resolved, tags: torch.Tensor) -> Layout:
+        """The packed rows of a request whose text rows have these tags, int64 [L]."""
+        conditions = [
+            Condition(one.kind, one.role, one.latent_frames, one.latent_height, one.latent_width, one.audio_latents)
+            for one in resolved.references
+        ]
+        grid = _latent_grid(resolved)
+        return layout(tags, conditions, *grid, resolved.audio_latents, self._dimensions.denoiser.patch)
+
+    def start(self, resolved: Resolved, encoded: Encoded, output: int = 0) -> tuple[State, State]:
+        """What one output's denoising begins with: rows that it is conditioned on, pictures slightly noised and sounds
+        clean, and the noise that becomes the clip."""
+        noise, patch = self.noise(resolved, output), self._dimensions.denoiser.patch
+        conditions = State(augmented(encoded.condition_video, noise, patch), encoded.condition_audio)
+        return conditions, State(patchify_video(noise.video, patch), noise.audio_rows)
+
+    def trajectory(self, resolved: Resolved, encoded: Encoded, units: Units) -> Iterator[Iterator[State]]:
+        """For each output the rows being denoised: the initial noise, then, on the engines' device, each step's.
+
+        An output's states must be taken before the next output is asked for. Raises Cancelled.
+        """
+        denoiser = self._denoisers[PARTITION[resolved.task]]
+        schedule = Schedule.uniform(resolved.forwards, resolved.video_shift, resolved.audio_shift)
+        with self._stage("denoise"):
+            sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags))
+            for output in range(resolved.outputs):
+                conditions, start = self.start(resolved, encoded, output)
+                yield itertools.chain((start,), denoiser.sample(sequence, schedule, conditions, start, units))
+
+    def _encode(self, taken: Taken, report: Reporter, cancellation: Cancellation) -> Encoded:
+        resolved, presented = taken.resolved, taken.presented
+        pixels = [ReferencePixels(resolved, place, data) for place, data in enumerate(taken.media)]
+        sizes = [self._conditioner.units(one) for one in resolved.references]
+        total = sum(sizes) + len(presented.vision) + self._encoder.layers
+        units = Units("encode", total, report, cancellation)
         with self._stage("encode"):
-            return self._encoder.encode(tokens, report, cancellation)
+            rows = []
+            for place, end in enumerate(itertools.accumulate(sizes)):
+                rows.append(self._condition(taken, place, pixels[place], units))
+                units.reach(end)
+            (text,) = self._cache.get(prompt_key(resolved, presented), partial(self._text, taken, pixels, units))
+            units.reach(total)
+        return Encoded(text, torch.from_numpy(presented.tags), *self._joined(rows))
+
+    def _condition(self, taken: Taken, place: int, pixels: ReferencePixels, units: Units) -> Entry:
+        """The rows of one reference, of its picture and of its sound."""
+        resolved, blocks = taken.resolved, taken.presented.vision
+        shown = {frame for block in blocks if block.reference == place for frame in block.frames}
+        make = partial(
+            self._conditioner.rows, resolved.references[place], pixels, shown, resolved.condition_seed, units
+        )
+        return self._cache.get(reference_key(resolved, place), make)
+
+    def _text(self, taken: Taken, pixels: list[ReferencePixels], units: Units) -> Entry:
+        placed = self._conditioner.pictures(taken.presented, pixels, units)
+        return (self._encoder.encode(torch.from_numpy(taken.presented.token_ids), placed, units).cpu(),)
+
+    def _joined(self, rows: list[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of all references, of both streams."""
+        video, audio = zip(*rows, strict=True) if rows else ((), ())
+        widths = self._dimensions.denoiser.video_row, self._dimensions.denoiser.audio_channels
+        return torch.cat([torch.empty(0, widths[0]), *video]), torch.cat([torch.empty(0, widths[1]), *audio])
 
     def _stage(self, stage: PipelineStage) -> AbstractContextManager[None]:
         return self._engines.stage(stage_graphs(self.manifest)[stage])
 
-    def noise(self, resolved: Resolved) -> InitialNoise:
-        """The initial state that the request's seed and seed convention stand for."""
-        return initial_noise(
-            NoiseGenerators.seeded(resolved.seed, resolved.seed_convention),
-            (self._dimensions.denoiser.video_channels, *_latent_grid(resolved)),
-            resolved.audio_latents,
-            self._dimensions.denoiser.audio_channels,
-        )
-
     def _reporter(self, progress: Progress) -> Reporter:
         return Reporter(progress, self._clock)
 
-    def trajectory(
-        self, resolved: Resolved, text: torch.Tensor, report: Reporter, cancellation: Cancellation
-    ) -> Iterator[State]:
-        """The rows being denoised: the initial noise, then, on the engines' device, the state after each step.
-
-        Raises Cancelled.
-        """
-        noise, patch = self.noise(resolved), self._dimensions.denoiser.patch
-        start = State(patchify_video(noise.video, patch), noise.audio_rows)
-        schedule = Schedule.uniform(resolved.forwards, resolved.video_shift, resolved.audio_shift)
-        yield start
-        with self._stage("denoise"):
-            sequence = self._denoiser.sequence(text, self.layout(resolved, len(text)))
-            yield from self._denoiser.sample(sequence, schedule, start, report, cancellation)
-
-    def layout(self, resolved: Resolved, text_rows: int) -> Layout:
-        """The packed rows of a request whose prompt has `text_rows` tokens."""
-        patch = self._dimensions.denoiser.patch
-        return t2va_layout(text_rows, *_latent_grid(resolved), resolved.audio_latents, patch)
-
     def _denoise(
-        self, resolved: Resolved, text: torch.Tensor, report: Reporter, cancellation: Cancellation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        (state,) = deque(self.trajectory(resolved, text, report, cancellation), maxlen=1)
+        self, resolved: Resolved, encoded: Encoded, report: Reporter, cancellation: Cancellation
+    ) -> Iterator[Latents]:
+        units = Units("denoise", resolved.outputs * resolved.forwards, report, cancellation)
+        for states in self.trajectory(resolved, encoded, units):
+            (state,) = deque(states, maxlen=1)
+            yield self.latents(resolved, state)
+
+    def latents(self, resolved: Resolved, state: State) -> Latents:
+        """The latents that one output's rows are."""
         video = unpatchify_video(state.video, *_latent_grid(resolved), self._dimensions.denoiser.patch)
-        return video.cpu(), unpack_audio(state.audio, resolved.audio_latents).cpu()
+        return video.cpu(), unpack_audio(state.audio, resolved.audio_latents).unsqueeze(0).cpu()
 
     def _decode(
         self,
@@ -165,7 +265,7 @@ class Pipeline:
         rate = self._dimensions.audio_vae.sample_rate
         placed = video.to(self._engines.device)
         with self._stage("decode"), Mp4Writer(resolved.width, resolved.height, rate, options) as writer:
-            writer.write_audio(self.waveform(audio))
+            writer.write_audio(self.waveform(audio[0]))
             for frames in decode_video(placed, self.decode_tile, self._dimensions.video_vae, report, cancellation):
                 writer.write_frames(frames.cpu())
             return writer.finish()
@@ -188,10 +288,24 @@ def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
     """The engines of a store that each stage runs; a process that serves one stage opens only its own."""
     blocks = block_graphs(manifest)
     return {
-        "encode": ("text_encoder.embedding", "text_encoder.layer"),
+        "encode": ("text_encoder.embedding", "text_encoder.layer", *VISION, *CONDITIONING),
         "denoise": ("context", "modulation.time", "modulation.adaln", "prologue", *blocks, "epilogue"),
         "decode": ("video_decoder_tile", "audio_decoder"),
     }
+
+
+def _check_encoded(resolved: Resolved, encoded: Encoded) -> None:
+    """Raises RequestError unless there are as many rows as a resolved request has."""
+    counts = {
+        "TAGS": (len(encoded.tags), len(encoded.text)),
+        "CONDITION_VIDEO": (len(encoded.condition_video), resolved.condition_video_rows),
+        "CONDITION_AUDIO": (len(encoded.condition_audio), resolved.condition_audio_rows),
+    }
+    for name, (rows, expected) in counts.items():
+        if rows != expected:
+            raise RequestError(name, f"{rows} rows", "must have the rows of the resolved request", f"{expected} rows")
+    if not bool(((encoded.tags == VIDEO_TAG) | (encoded.tags == TEXT_TAG)).all()):
+        raise RequestError("TAGS", "another value", f"must be {VIDEO_TAG} or {TEXT_TAG}")
 
 
 def _latent_grid(resolved: Resolved) -> tuple[int, int, int]:

@@ -28,23 +28,23 @@ TEXT_ROWS_MAXIMUM = 131_072
 
 
 class Shown(Protocol):
-    """What the presentation asks of a keyframe or reference.
-
-    frames: at 24 a second, cut at the clip's length. vision_grid: groups of frames, rows and columns of patches.
-    audio_latents: of one channel, 0 where there is no sound.
-    """
+    """What the presentation asks of a keyframe or reference."""
 
     @property
-    def kind(self) -> ReferenceKind: ...
+    def kind(self) -> ReferenceKind:
+        """What it is."""
 
     @property
-    def frames(self) -> int: ...
+    def frames(self) -> int:
+        """Frames of a video at 24 a second, cut at the clip's length."""
 
     @property
-    def vision_grid(self) -> Grid: ...
+    def vision_grid(self) -> Grid:
+        """Groups of frames, rows and columns of patches of an image or video."""
 
     @property
-    def audio_latents(self) -> int: ...
+    def audio_latents(self) -> int:
+        """Latents of one channel of its sound, 0 where there is none."""
 
 
 @dataclass(frozen=True)

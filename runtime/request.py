@@ -9,42 +9,57 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plugins.dimensions import FRAMES_PER_SECOND, Dimensions
 from plugins.shape import (
+    ASPECT_RATIOS,
     SECONDS_MAXIMUM,
     SHORT_EDGE,
     SIDE_MULTIPLE,
     Shape,
-    canvas,
+    canvas_of,
     grid_frames,
     ratio_of,
     requested_frames,
 )
 from runtime.contract import (
+    AUTOMATIC,
     DEFAULT_FORWARDS,
     DEFAULT_FRAMES,
+    DEFAULT_RATIO,
     EVALUATIONS,
     FIELD,
+    MEDIA_BYTES,
     PARAMETERS_BYTES,
     PARAMETERS_DEPTH,
     PROMPT,
     SIDE_RATIO_MAXIMUM,
     SIGMA_POINTS,
     Given,
-    Status,
-    occurrences,
 )
-from runtime.kinds import is_unicode
+from runtime.geometry import KeyframeGeometry
+from runtime.given import GivenFields
+from runtime.kinds import Integer, is_unicode
+from runtime.media.facts import ImageFacts
+from runtime.reference_kinds import KEYFRAME_INDICES, Keyframe
+from runtime.references import KnownFile, Reference, Role, Target, reference
+from runtime.references import condition_rows as condition_rows_of
 from runtime.refusal import MISSING, RequestError, show
+from runtime.task import TASKS, Task, check_media, choose_task, counted
 
 __all__ = ["Limits", "Media", "RequestError", "Resolved", "parse_params", "parse_prompt", "resolve", "restore"]
 
+CONDITION_SEED = 42
+"""As the released model was conditioned (spec: model 3.5)."""
+
 _INTEGER_DIGITS = 1_000
+_DATA_URL = re.compile(r'"data:[^"\\]*"')
+# Base64 writes three bytes as four characters.
+_WRITTEN_BYTES = MEDIA_BYTES * 4 // 3 + PARAMETERS_BYTES
 
 
 class Limits(BaseModel):
@@ -53,6 +68,7 @@ class Limits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field(default="h3", description="the name that the field `model` must equal")
+    tasks: tuple[Task, ...] = Field(default=TASKS, description="those whose weights are loaded")
 
 
 class Media(BaseModel):
@@ -70,9 +86,9 @@ class Resolved(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    task: Literal["t2va"]
+    task: Task
     prompt: str
-    aspect_ratio: str
+    aspect_ratio: str = Field(description="for fl2va the sides of its first image")
     width: int
     height: int
     fps: int
@@ -84,11 +100,20 @@ class Resolved(BaseModel):
     audio_latents: int = Field(description="a channel")
     video_rows: int = Field(description="packed rows of the video, without text")
     audio_rows: int = Field(description="packed rows of both channels")
+    references: tuple[Reference, ...] = Field(description="in packed order")
+    condition_video_rows: int = Field(description="packed rows of the references' pictures")
+    condition_audio_rows: int = Field(description="packed rows of both channels of the references' sounds")
+    reference_order: Literal["as_sent", "by_type"]
+    reference_short_edge: int
+    video_reference_short_edge: int
+    keyframe_geometry: KeyframeGeometry
+    condition_seed: int = Field(description="seed that the references' latents are drawn with, whatever the clip's")
     forwards: int = Field(description="evaluations of the denoiser")
     sigma_points: int = Field(description="forwards + 1")
     video_shift: float
     audio_shift: float
-    seed: int
+    seed: int = Field(description="of the first output")
+    outputs: int
     seed_convention: Literal["diffusers", "vllm-omni"]
     media: Media
     notes: tuple[str, ...] = Field(description="what was raised, floored, overridden or has no effect")
@@ -99,7 +124,6 @@ class Resolved(BaseModel):
             "task": self.task,
             # 362 frames are 15.083 s, what the longest legal duration is raised to.
             "duration": min(max(self.frames, 0), requested_frames(SECONDS_MAXIMUM)) / FRAMES_PER_SECOND,
-            "aspect_ratio": self.aspect_ratio,
             "width": self.width,
             "height": self.height,
             "num_inference_steps": self.forwards,
@@ -107,8 +131,25 @@ class Resolved(BaseModel):
             "audio_flow_shift": self.audio_shift,
             "seed": self.seed,
             "seed_convention": self.seed_convention,
+            "num_outputs_per_prompt": self.outputs,
+            "reference_order": self.reference_order,
+            "reference_short_edge": self.reference_short_edge,
+            "video_reference_short_edge": self.video_reference_short_edge,
+            "keyframe_geometry": self.keyframe_geometry,
             "media": self.media.model_dump(),
+            **self._ends(),
         }
+
+    def _ends(self) -> dict[str, Any]:
+        """What fl2va has instead of a ratio."""
+        if self.task != "fl2va":
+            return {"aspect_ratio": self.aspect_ratio}
+        roles = tuple(one.role for one in self.references)
+        return {"frame_indices": list(next((i for i, ends in KEYFRAME_INDICES.items() if ends == roles), ()))}
+
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each output."""
+        return tuple(range(self.seed, self.seed + self.outputs))
 
 
 def parse_prompt(raw: bytes | str) -> str:
@@ -119,7 +160,10 @@ def parse_prompt(raw: bytes | str) -> str:
 
 
 def parse_params(raw: bytes | str) -> dict[str, Any]:
-    """Strict JSON to a parameters object: no duplicate key, at most 64 KiB, 8 levels. `resolve` checks the values."""
+    """Strict JSON to a parameters object: no duplicate key, at most 64 KiB and 8 levels, what data: URLs hold apart.
+
+    `resolve` checks the values.
+    """
     text = _decode("parameters", raw)
     _check_size(text)
     try:
@@ -133,43 +177,67 @@ def parse_params(raw: bytes | str) -> dict[str, Any]:
 
 
 def resolve(
-    prompt: bytes | str, params: Mapping[str, Any], dimensions: Dimensions, limits: Limits | None = None
+    prompt: bytes | str,
+    params: Mapping[str, Any],
+    dimensions: Dimensions,
+    limits: Limits | None = None,
+    media: Sequence[KnownFile] = (),
 ) -> Resolved:
-    """Checks everything and makes every choice (spec: contract 1.4). Raises RequestError and nothing else."""
+    """Checks everything and makes every choice (spec: contract 1.4). Raises RequestError and nothing else.
+
+    media: the request's files in packed order, as `selection.select` puts them.
+    """
     text = parse_prompt(prompt)
-    request = _Request(params)
-    _check_model(request, limits or Limits())
-    aspect_ratio = request.required("aspect_ratio")
-    width, height = _canvas(request, aspect_ratio)
-    shape = Shape.of(width, height, _frames(request, dimensions), dimensions)
-    forwards = _forwards(request)
+    fields, limits = GivenFields(params), limits or Limits()
+    _check_model(fields, limits)
+    kinds = [one.facts.kind for one in media]
+    task = choose_task(fields.spelling("task"), fields.value("task"), kinds, limits.tasks)
+    check_media(fields.spelling("task"), task, kinds)
+    aspect_ratio = _aspect_ratio(fields, task, media)
+    width, height = _canvas(fields, aspect_ratio)
+    shape = Shape.of(width, height, _frames(fields, task, dimensions), dimensions)
+    references = _references(fields, task, media, shape, dimensions)
+    condition_rows = condition_rows_of(references, dimensions)
+    forwards = _forwards(fields)
+    outputs = fields.value("num_outputs_per_prompt")
+    fields.note_fields_of_others(task)
     return Resolved(
-        task=request.value("task"),
+        task=task,
         prompt=text,
         aspect_ratio=aspect_ratio,
         fps=FRAMES_PER_SECOND,
         seconds=shape.frames / FRAMES_PER_SECOND,
+        references=references,
+        condition_video_rows=condition_rows[0],
+        condition_audio_rows=condition_rows[1],
+        reference_order=fields.value("reference_order"),
+        reference_short_edge=fields.value("reference_short_edge"),
+        video_reference_short_edge=fields.value("video_reference_short_edge"),
+        keyframe_geometry=fields.value("keyframe_geometry"),
+        condition_seed=CONDITION_SEED,
         forwards=forwards,
         sigma_points=forwards + 1,
-        video_shift=request.value("flow_shift", dimensions.video_shift),
-        audio_shift=request.value("audio_flow_shift", dimensions.audio_shift),
-        seed=request.value("seed"),
-        seed_convention=request.value("seed_convention"),
-        media=Media(**{name: request.value(name) for name in Media.model_fields}),
-        notes=tuple(request.notes),
+        video_shift=fields.value("flow_shift", dimensions.video_shift),
+        audio_shift=fields.value("audio_flow_shift", dimensions.audio_shift),
+        seed=_seed(fields, outputs),
+        outputs=outputs,
+        seed_convention=fields.value("seed_convention"),
+        media=Media(**{name: fields.value(name) for name in Media.model_fields}),
+        notes=tuple(fields.notes),
         **dataclasses.asdict(shape),
     )
 
 
-def restore(raw: bytes | str, dimensions: Dimensions) -> Resolved:
+def restore(raw: bytes | str, dimensions: Dimensions, limits: Limits | None = None) -> Resolved:
     """A resolved request that came back over the wire, believed only as far as it resolves to itself again."""
     try:
         resolved = Resolved.model_validate_json(raw)
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise RequestError("resolved", where, f"must be a resolved request: {error.errors()[0]['msg']}") from None
+    media = [one.known(f"references[{place}]") for place, one in enumerate(resolved.references)]
     try:
-        again = resolve(resolved.prompt, resolved.parameters(), dimensions)
+        again = resolve(resolved.prompt, resolved.parameters(), dimensions, limits, media)
     except RequestError as error:
         raise RequestError(f"resolved.{error.field}", error.value, error.rule, error.nearest) from None
     for name in Resolved.model_fields:
@@ -179,100 +247,103 @@ def restore(raw: bytes | str, dimensions: Dimensions) -> Resolved:
     return resolved
 
 
-class _Request:
-    """The fields that were given, one winner each, and the notes that the answer will carry."""
-
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        self.notes: list[str] = []
-        self._given: dict[str, Given] = {}
-        for one in occurrences(parameters):
-            self._admit(one)
-
-    def _admit(self, one: Given) -> None:
-        other = self._given.get(one.field.name, one)
-        winner, loser = (one, other) if one.rank <= other.rank else (other, one)
-        self._given[one.field.name] = winner
-        if loser.value != winner.value:
-            self._give_way(loser, winner)
-        if one.field.status is Status.ACCEPTED:
-            self.notes.append(f"{one.spelling} has no effect: {one.field.meaning}")
-
-    def _give_way(self, loser: Given, winner: Given) -> None:
-        self.notes.append(f"{loser.spelling} {show(loser.value)} gives way to {winner.spelling} {show(winner.value)}")
-
-    def given(self, name: str) -> Given | None:
-        return self._given.get(name)
-
-    def value(self, name: str, default: Any = None) -> Any:
-        """The given value, else `default`, else the table's default."""
-        found = self._given.get(name)
-        if found is not None:
-            return found.value
-        return FIELD[name].default if default is None else default
-
-    def required(self, name: str) -> Any:
-        found = self._given.get(name)
-        if found is None:
-            raise RequestError(name, MISSING, f"required for t2va; {FIELD[name].kind.rule}")
-        return found.value
-
-    def first(self, *names: str) -> Given | None:
-        """The first field given; those after it give way, with a note."""
-        found = [one for one in map(self.given, names) if one is not None]
-        for loser in found[1:]:
-            self._give_way(loser, found[0])
-        return found[0] if found else None
-
-
-def _check_model(request: _Request, limits: Limits) -> None:
-    model = request.given("model")
+def _check_model(fields: GivenFields, limits: Limits) -> None:
+    model = fields.given("model")
     if model is not None and model.value != limits.model:
         raise RequestError(model.spelling, model.value, "must be the served model", limits.model)
 
 
-def _frames(request: _Request, dimensions: Dimensions) -> int:
+def _aspect_ratio(fields: GivenFields, task: Task, media: Sequence[KnownFile]) -> str:
+    """The ratio that the canvas comes from: a name, or width:height of the first keyframe."""
+    if task == "fl2va":
+        first = media[0].facts
+        assert isinstance(first, ImageFacts)  # the task takes images only
+        return f"{first.width}:{first.height}"
+    if task == "ref2va":
+        asked = fields.value("aspect_ratio", DEFAULT_RATIO)
+        if asked in AUTOMATIC:
+            fields.notes.append(f"{fields.spelling('aspect_ratio')} {asked} is {DEFAULT_RATIO}")
+        return DEFAULT_RATIO if asked in AUTOMATIC else cast(str, asked)
+    ratio = cast(str, fields.required("aspect_ratio", task))
+    if ratio in AUTOMATIC:
+        rule = f"must be one of {', '.join(ASPECT_RATIOS)} for t2va"
+        raise RequestError(fields.spelling("aspect_ratio"), ratio, rule)
+    return ratio
+
+
+def _references(
+    fields: GivenFields, task: Task, media: Sequence[KnownFile], shape: Shape, dimensions: Dimensions
+) -> tuple[Reference, ...]:
+    """The media with every size decided."""
+    roles: list[Role] = list(_keyframes(fields, len(media))) if task == "fl2va" else ["reference" for _ in media]
+    edges = fields.value("reference_short_edge"), fields.value("video_reference_short_edge")
+    target = Target(shape.width, shape.height, shape.frames, *edges)
+    return tuple(reference(one, role, target, dimensions) for one, role in zip(media, roles, strict=True))
+
+
+def _keyframes(fields: GivenFields, images: int) -> Sequence[Keyframe]:
+    """Which end of the clip each image of fl2va is."""
+    indices = fields.value("frame_indices", (0, -1)[:images])
+    if len(indices) != images:
+        nearest = tuple(str(list(legal)) for legal in KEYFRAME_INDICES if len(legal) == images)
+        rule = f"must have one entry for each image, and there are {counted(images, 'image')}"
+        raise RequestError(fields.spelling("frame_indices"), list(indices), rule, nearest)
+    return KEYFRAME_INDICES[indices]
+
+
+def _seed(fields: GivenFields, outputs: int) -> int:
+    """The first seed, checked so that the last one is legal too."""
+    seed, kind = fields.value("seed"), FIELD["seed"].kind
+    assert isinstance(kind, Integer)
+    if seed > kind.maximum - outputs + 1:
+        rule = f"must leave room for seed + i of {outputs} outputs"
+        raise RequestError(fields.spelling("seed"), seed, rule, kind.maximum - outputs + 1)
+    return cast(int, seed)
+
+
+def _frames(fields: GivenFields, task: Task, dimensions: Dimensions) -> int:
     """Frames on the grid, from the duration, the seconds, the frame count or the default, in this order."""
     names = ["duration", "seconds", "num_frames"]
-    if request.value("num_frames") == 1:
-        request.notes.append("num_frames 1 counts as not given")
+    if fields.value("num_frames") == 1:
+        fields.notes.append("num_frames 1 counts as not given")
         names.remove("num_frames")
-    chosen = request.first(*names)
+    chosen = fields.first(*names)
     if chosen is None:
-        request.notes.append(f"no duration given: {DEFAULT_FRAMES} frames")
-        return DEFAULT_FRAMES
+        fields.notes.append(f"no duration given: {DEFAULT_FRAMES[task]} frames")
+        return DEFAULT_FRAMES[task]
     asked: Any = chosen.value
     frames = asked if chosen.field.name == "num_frames" else requested_frames(asked)
     legal = grid_frames(frames, dimensions.video_vae)
     if legal != frames:
-        request.notes.append(f"{chosen.spelling} {show(asked)} is {frames} frames, raised to {legal} (17n + 5)")
+        fields.notes.append(f"{chosen.spelling} {show(asked)} is {frames} frames, raised to {legal} (17n + 5)")
     return legal
 
 
-def _canvas(request: _Request, aspect_ratio: str) -> tuple[int, int]:
+def _canvas(fields: GivenFields, aspect_ratio: str) -> tuple[int, int]:
     """(width, height): the explicit sides, else the canvas of the ratio."""
-    short_edge = request.given("short_edge")
-    sides = _sides(request)
+    short_edge = fields.given("short_edge")
+    sides = _sides(fields)
     if sides is None:
         if short_edge is not None and short_edge.value != SHORT_EDGE:
             rule = (
                 f"must be {SHORT_EDGE} when the canvas comes from aspect_ratio; for another size give width and height"
             )
             raise RequestError(short_edge.spelling, short_edge.value, rule, SHORT_EDGE)
-        return canvas(aspect_ratio)
+        return canvas_of(ratio_of(aspect_ratio))
     if short_edge is not None:
-        request.notes.append(f"{short_edge.spelling} has no effect beside explicit sides")
+        fields.notes.append(f"{short_edge.spelling} has no effect beside explicit sides")
     width, height = sides
     if not math.isclose(width / height, ratio_of(aspect_ratio), rel_tol=1e-9):
-        request.notes.append(f"aspect_ratio {aspect_ratio} gives way to {width}x{height}")
+        fields.notes.append(f"aspect_ratio {aspect_ratio} gives way to {width}x{height}")
     return width, height
 
 
-def _sides(request: _Request) -> tuple[int, int] | None:
+def _sides(fields: GivenFields) -> tuple[int, int] | None:
     """The explicit (width, height) on the 32 px grid, or None."""
-    explicit = _explicit(request)
+    explicit = _explicit(fields)
     if explicit is None:
         return None
-    width, height = (_on_grid(request, *one) for one in explicit)
+    width, height = (_on_grid(fields, *one) for one in explicit)
     if not 1 / SIDE_RATIO_MAXIMUM <= width / height <= SIDE_RATIO_MAXIMUM:
         narrowest = math.ceil(height / SIDE_RATIO_MAXIMUM / SIDE_MULTIPLE) * SIDE_MULTIPLE
         nearest = min(max(width, narrowest), height * SIDE_RATIO_MAXIMUM)
@@ -281,13 +352,13 @@ def _sides(request: _Request) -> tuple[int, int] | None:
     return width, height
 
 
-def _explicit(request: _Request) -> tuple[tuple[str, int], tuple[str, int]] | None:
+def _explicit(fields: GivenFields) -> tuple[tuple[str, int], tuple[str, int]] | None:
     """((spelling, width), (spelling, height)) as given, or None when neither is."""
-    size = request.first("size", "width", "height") if request.given("size") else None
+    size = fields.first("size", "width", "height") if fields.given("size") else None
     if size is not None:
         width, height = cast(tuple[int, int], size.value)
         return (size.spelling, width), (size.spelling, height)
-    across, down = request.given("width"), request.given("height")
+    across, down = fields.given("width"), fields.given("height")
     if across is None and down is None:
         return None
     if across is None or down is None:
@@ -296,23 +367,23 @@ def _explicit(request: _Request) -> tuple[tuple[str, int], tuple[str, int]] | No
     return (across.spelling, cast(int, across.value)), (down.spelling, cast(int, down.value))
 
 
-def _on_grid(request: _Request, spelling: str, side: int) -> int:
+def _on_grid(fields: GivenFields, spelling: str, side: int) -> int:
     below = side // SIDE_MULTIPLE * SIDE_MULTIPLE
     if below == side:
         return side
-    if not request.value("snap"):
+    if not fields.value("snap"):
         rule = f"a side must be a multiple of {SIDE_MULTIPLE} ({side} is not), or send snap: true to floor it"
         raise RequestError(spelling, side, rule, (below, below + SIDE_MULTIPLE))
-    request.notes.append(f"{spelling} {side} floored to {below}")
+    fields.notes.append(f"{spelling} {side} floored to {below}")
     return below
 
 
-def _forwards(request: _Request) -> int:
+def _forwards(fields: GivenFields) -> int:
     """Evaluations of the denoiser, from the count and the convention it is given in."""
-    steps = request.given("num_inference_steps")
+    steps = fields.given("num_inference_steps")
     if steps is None:
         return DEFAULT_FORWARDS
-    points = request.value("step_convention") == "sigma_points"
+    points = fields.value("step_convention") == "sigma_points"
     count = (SIGMA_POINTS if points else EVALUATIONS).check(steps.spelling, steps.value)
     return count - 1 if points else count
 
@@ -330,9 +401,14 @@ def _decode(field: str, raw: bytes | str) -> str:
 
 
 def _check_size(text: str) -> None:
+    written = len(text.encode("utf-8"))
+    if written > _WRITTEN_BYTES:
+        rule = f"must be at most {_WRITTEN_BYTES} bytes of JSON, data: URLs included"
+        raise RequestError("parameters", written, rule)
+    text = _DATA_URL.sub('""', text)
     size = len(text.encode("utf-8"))
     if size > PARAMETERS_BYTES:
-        raise RequestError("parameters", size, f"must be at most {PARAMETERS_BYTES} bytes of JSON")
+        raise RequestError("parameters", size, f"must be at most {PARAMETERS_BYTES} bytes of JSON without data: URLs")
     depth = deepest = 0
     # Counted before parsing, because the parser recurses: brackets outside strings. A string may be unterminated: were
     # that no match, the search would begin again at each of its quotes.

@@ -11,15 +11,43 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from runtime.events import Cancelled
+from runtime.media.facts import Kind
+from runtime.media.source import MediaPolicy
+from runtime.reference_kinds import INPUTS
 from runtime.request import RequestError, parse_params
-from triton_repo.names import RUNNING_METRIC, STORE_PARAMETER
+from triton_repo.names import (
+    CACHE_METRICS,
+    CACHE_PARAMETER,
+    MEDIA_HOSTS_PARAMETER,
+    MEDIA_ROOT_PARAMETER,
+    RUNNING_METRIC,
+    STORE_PARAMETER,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the model's configuration says: the engine store, where media may come from, and bytes of the cache."""
+
+    store: Path
+    media: MediaPolicy
+    condition_cache: int
+
+    @staticmethod
+    def of(parameters: Mapping[str, str]) -> Settings:
+        """The settings that `RepositorySettings.parameters` wrote."""
+        hosts, root = parameters[MEDIA_HOSTS_PARAMETER], parameters[MEDIA_ROOT_PARAMETER]
+        media = MediaPolicy(url_hosts=tuple(hosts.split(",")) if hosts else (), root=Path(root) if root else None)
+        return Settings(Path(parameters[STORE_PARAMETER]), media, int(parameters[CACHE_PARAMETER]))
 
 
 class Model(ABC):
@@ -28,7 +56,9 @@ class Model(ABC):
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the model. Triton refuses to load it when this raises, with the exception's text (a StoreError, say)."""
         self.name = args["model_name"]
-        self.open(store_path(args))
+        parameters = json.loads(args["model_config"])["parameters"]
+        self.settings = Settings.of({name: value["string_value"] for name, value in parameters.items()})
+        self.open(self.settings.store)
         # Triton's own metrics count what waits for a model but not what runs in it; draining needs both.
         self._running_family = pb_utils.MetricFamily(
             name=RUNNING_METRIC,
@@ -62,6 +92,28 @@ class Model(ABC):
         return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
 
 
+class CacheMetrics:
+    """The counts of a cache of conditions in the server's metrics."""
+
+    def __init__(self, model: str) -> None:
+        kinds = {"hits": pb_utils.MetricFamily.COUNTER, "misses": pb_utils.MetricFamily.COUNTER}
+        # Triton forgets a metric whose family is no longer held.
+        self._families = {
+            count: pb_utils.MetricFamily(
+                name=name,
+                description=f"{count} of the cache of encoded prompts and references",
+                kind=kinds.get(count, pb_utils.MetricFamily.GAUGE),
+            )
+            for count, name in CACHE_METRICS.items()
+        }
+        self._metrics = {count: family.Metric(labels={"model": model}) for count, family in self._families.items()}
+
+    def show(self, counts: Mapping[str, int]) -> None:
+        """Publishes the counts; those of hits and misses only grow."""
+        for count, metric in self._metrics.items():
+            metric.increment(counts[count] - metric.value())
+
+
 class UnaryModel(Model):
     """A model that gives one answer to a request."""
 
@@ -81,38 +133,50 @@ class UnaryModel(Model):
                 return pb_utils.InferenceResponse(error=self.error(error))
 
 
-def store_path(args: Mapping[str, str]) -> Path:
-    """The engine store that the model's configuration names."""
-    return Path(json.loads(args["model_config"])["parameters"][STORE_PARAMETER]["string_value"])
-
-
-def read_request(request: pb_utils.InferenceRequest) -> tuple[bytes, dict[str, Any]]:
-    """PROMPT as it came and PARAMS as an object, for `resolve`. Raises RequestError."""
+def read_request(request: pb_utils.InferenceRequest) -> tuple[bytes, dict[str, Any], dict[Kind, list[bytes]]]:
+    """PROMPT as it came, PARAMS as an object and the files by kind, for `take`. Raises RequestError."""
     prompt, params = (read_bytes(request, name) for name in ("PROMPT", "PARAMS"))
-    return prompt, parse_params(params)
+    files = {kind: read_elements(request, name) for kind, name in INPUTS.items()}
+    return prompt, parse_params(params), files
+
+
+def read_elements(request: pb_utils.InferenceRequest, name: str) -> list[bytes]:
+    """All elements of a BYTES tensor, none where it was left out. Raises RequestError for bytes that hold no such."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        return []
+    try:
+        return [bytes(element) for element in tensor.as_numpy().reshape(-1)]
+    except Exception as error:
+        raise RequestError(name, "unreadable bytes", "must be a BYTES tensor") from error
 
 
 def read_bytes(request: pb_utils.InferenceRequest, name: str) -> bytes:
     """The one element of a BYTES tensor. Raises RequestError where the tensor's bytes hold no such element."""
-    try:
-        elements = pb_utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1)
-    except Exception as error:
-        raise RequestError(name, "unreadable bytes", "must be a BYTES tensor of one element") from error
+    elements = read_elements(request, name)
     if len(elements) != 1:
         raise RequestError(name, f"{len(elements)} elements", "must be a BYTES tensor of one element")
-    return bytes(elements[0])
+    return elements[0]
 
 
-def write_bytes(name: str, value: bytes | str) -> pb_utils.Tensor:
-    """A BYTES tensor of one element."""
-    data = value.encode() if isinstance(value, str) else value
-    return pb_utils.Tensor(name, np.array([data], dtype=np.object_))
+def write_bytes(name: str, *values: bytes | str) -> pb_utils.Tensor:
+    """A BYTES tensor of these elements."""
+    data = [value.encode() if isinstance(value, str) else value for value in values]
+    # Not np.array(data): it would make an array of characters of what has one length.
+    elements = np.empty(len(data), dtype=np.object_)
+    elements[:] = data
+    return pb_utils.Tensor(name, elements)
 
 
 def check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
     """Raise RequestError unless an intermediate tensor has the shape that the request's sizes ask for."""
     if tuple(shape) != tuple(expected):
         raise RequestError(name, str(list(shape)), "must have the shape of the resolved request", str(list(expected)))
+
+
+def read_array(request: pb_utils.InferenceRequest, name: str) -> NDArray[Any]:
+    """An input tensor of numbers as an array."""
+    return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
 
 
 def read_tensor(request: pb_utils.InferenceRequest, name: str) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -13,10 +14,13 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
+from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
 from tritonclient.utils import InferenceServerException
 
+from runtime.contract import MEDIA_BYTES
 from runtime.kinds import is_unicode
+from runtime.media.facts import Kind
+from runtime.reference_kinds import INPUTS
 from runtime.refusal import RequestError
 from runtime.request import parse_prompt
 from triton_repo.names import ENSEMBLE, PREPARE, STREAM
@@ -24,7 +28,13 @@ from triton_repo.names import ENSEMBLE, PREPARE, STREAM
 Progress = Callable[[Mapping[str, Any]], None]
 """Receives each progress event of a request as the server sent it."""
 
+Files = Mapping[Kind, Sequence[bytes]]
+"""The files of a request, each whole, by kind; a kind that has none may be left out."""
+
 POLL_SECONDS = 0.1
+
+REFUSAL = re.compile(r"\S+: (got .*|missing); ", re.DOTALL)
+"""How the text of a RequestError begins, which is all that tells one on a stream."""
 
 
 class Failure(Enum):
@@ -47,10 +57,15 @@ class ClientError(Exception):
 
 @dataclass(frozen=True)
 class Generated:
-    """A finished clip: the bytes of the MP4 and the request as the server resolved it."""
+    """Finished clips: the bytes of each output's MP4 and the request as the server resolved it."""
 
-    mp4: bytes
+    mp4s: tuple[bytes, ...]
     resolved: Mapping[str, Any]
+
+    @property
+    def mp4(self) -> bytes:
+        """The first output."""
+        return self.mp4s[0]
 
 
 class Client:
@@ -68,18 +83,29 @@ class Client:
     ) -> None:
         self._client.close()
 
-    def resolve(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Mapping[str, Any]:
+    def resolve(
+        self, prompt: str, params: Mapping[str, Any], timeout: float | None = None, files: Files | None = None
+    ) -> Mapping[str, Any]:
         """The request with every default and derived size filled in; nothing is generated. Raises ClientError."""
-        result = self._infer(PREPARE, prompt, params, timeout)
+        outputs = [InferRequestedOutput("RESOLVED")]
+        with _told():
+            inputs = _inputs(prompt, params, files)
+            # Not MEDIA: the files would come back.
+            result = self._client.infer(PREPARE, inputs, outputs=outputs, client_timeout=timeout)
         return json.loads(_text(result, "RESOLVED"))
 
-    def generate_unary(self, prompt: str, params: Mapping[str, Any], timeout: float | None = None) -> Generated:
+    def generate_unary(
+        self, prompt: str, params: Mapping[str, Any], timeout: float | None = None, files: Files | None = None
+    ) -> Generated:
         """One call to the ensemble `h3`: no progress, and Triton finishes a step that has begun when it is cancelled.
 
         `timeout` is in seconds. Raises ClientError.
         """
-        result = self._infer(ENSEMBLE, prompt, params, timeout)
-        return Generated(_bytes(result, "MP4"), json.loads(_text(result, "RESOLVED")))
+        with _told():
+            result = self._client.infer(ENSEMBLE, _inputs(prompt, params, files), client_timeout=timeout)
+        resolved = json.loads(_text(result, "RESOLVED"))
+        mp4s = result.as_numpy("MP4")
+        return Generated(_complete({} if mp4s is None else dict(enumerate(mp4s)), resolved), resolved)
 
     def generate(
         self,
@@ -87,6 +113,7 @@ class Client:
         params: Mapping[str, Any],
         progress: Progress = lambda event: None,
         timeout: float | None = None,
+        files: Files | None = None,
     ) -> Generated:
         """A call to resolve the request, then one to `h3_stream`; `progress` is called in this thread.
 
@@ -95,33 +122,28 @@ class Client:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         # Errors of a stream have no codes, and one to nowhere would only say that it is broken: this call says why.
-        resolved = self.resolve(prompt, params, timeout)
-        mp4 = None
-        with self._stream(prompt, params) as messages:
+        resolved = self.resolve(prompt, params, timeout, files)
+        mp4s: dict[int, bytes] = {}
+        with self._stream(_inputs(prompt, params, files)) as messages:
             for result in messages.until_final(deadline):
                 if (text := _optional(result, "EVENT")) is not None:
                     progress(json.loads(text))
-                mp4 = _optional(result, "MP4") or mp4
-        if mp4 is None:
-            raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
-        return Generated(mp4, resolved)
+                if (mp4 := _optional(result, "MP4")) is not None:
+                    mp4s[int(result.as_numpy("INDEX")[0])] = mp4
+        return Generated(_complete(mp4s, resolved), resolved)
 
     @contextmanager
-    def _stream(self, prompt: str, params: Mapping[str, Any]) -> Iterator[_Messages]:
+    def _stream(self, inputs: list[InferInput]) -> Iterator[_Messages]:
         messages = _Messages()
         # The header triton_grpc_error would give errors their codes, but Triton 2.51 may die of such an error.
         self._client.start_stream(messages.put)
         try:
             with _told():
-                self._client.async_stream_infer(STREAM, _inputs(prompt, params), enable_empty_final_response=True)
+                self._client.async_stream_infer(STREAM, inputs, enable_empty_final_response=True)
             yield messages
         finally:
             # Triton 2.51 may die of a cancellation that meets a request as it ends (its issue 7368, mended in 2.53).
             self._client.stop_stream(cancel_requests=not messages.ended)
-
-    def _infer(self, model: str, prompt: str, params: Mapping[str, Any], timeout: float | None) -> InferResult:
-        with _told():
-            return self._client.infer(model, _inputs(prompt, params), client_timeout=timeout)
 
 
 class _Messages:
@@ -156,10 +178,28 @@ class _Messages:
         raise ClientError(Failure.TIMEOUT, "the request took longer than its timeout and was cancelled")
 
 
-def _inputs(prompt: str, params: Mapping[str, Any]) -> list[InferInput]:
+def _complete(mp4s: Mapping[int, bytes], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """The MP4 of every output, in order."""
+    if sorted(mp4s) != list(range(resolved["outputs"])):
+        raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
+    return tuple(mp4s[index] for index in sorted(mp4s))
+
+
+def _inputs(prompt: str, params: Mapping[str, Any], files: Files | None) -> list[InferInput]:
     if not is_unicode(prompt):
         raise _unsendable(prompt)
-    return [_string("PROMPT", prompt), _string("PARAMS", json.dumps(params))]
+    sent = [(INPUTS[kind], elements) for kind, elements in (files or {}).items() if elements]
+    _check_size([element for _, elements in sent for element in elements])
+    media = [_elements(name, elements) for name, elements in sent]
+    return [_elements("PROMPT", [prompt.encode()]), _elements("PARAMS", [json.dumps(params).encode()]), *media]
+
+
+def _check_size(files: Sequence[bytes]) -> None:
+    """Refuses what the server would refuse, before it is sent: gRPC takes no message of 2 GiB."""
+    total = sum(map(len, files))
+    if total > MEDIA_BYTES:
+        rule = f"all files of a request must have at most {MEDIA_BYTES} bytes together"
+        raise ClientError(Failure.INVALID, str(RequestError("references", f"{total} bytes", rule)))
 
 
 def _unsendable(prompt: str) -> ClientError:
@@ -171,9 +211,11 @@ def _unsendable(prompt: str) -> ClientError:
     raise AssertionError("the check lets a prompt pass that has no UTF-8")
 
 
-def _string(name: str, value: str) -> InferInput:
-    tensor = InferInput(name, [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([value.encode()], dtype=np.object_))
+def _elements(name: str, values: Sequence[bytes]) -> InferInput:
+    tensor = InferInput(name, [len(values)], "BYTES")
+    elements = np.empty(len(values), dtype=np.object_)
+    elements[:] = values
+    tensor.set_data_from_numpy(elements)
     return tensor
 
 
@@ -221,4 +263,5 @@ def _uncoded_failure(message: str) -> Failure:
         return Failure.UNAVAILABLE
     if message.startswith("cancelled"):
         return Failure.CANCELLED
-    return Failure.INVALID if "input" in message else Failure.INTERNAL
+    refused = "input" in message or REFUSAL.match(message)
+    return Failure.INVALID if refused else Failure.INTERNAL

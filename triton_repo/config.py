@@ -27,11 +27,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output: its name, element type and shape (`DYNAMIC` for a free size), without a batch axis."""
+    """One input or output: its name, element type and shape (`DYNAMIC` for a free size), without a batch axis.
+
+    An `optional` input may be left out of a request; an ensemble then leaves it out of its steps too.
+    """
 
     name: str
     data_type: DataType
     dims: tuple[int, ...]
+    optional: bool = False
 
 
 @dataclass(frozen=True)

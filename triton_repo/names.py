@@ -11,5 +11,18 @@ PUBLIC_MODELS = (ENSEMBLE, STREAM)
 STORE_PARAMETER = "store"
 """The model parameter that holds the path of the engine store."""
 
+MEDIA_HOSTS_PARAMETER, MEDIA_ROOT_PARAMETER = "media_hosts", "media_root"
+"""Model parameters: hosts whose URLs are fetched, with commas between them, and the folder whose files are read."""
+
+CACHE_PARAMETER = "condition_cache"
+"""The model parameter that holds the bytes of encoded prompts and references that a process may keep."""
+
+CACHE_METRICS = {
+    "hits": "h3_condition_cache_hits_total",
+    "misses": "h3_condition_cache_misses_total",
+    "bytes": "h3_condition_cache_bytes",
+}
+"""What the cache of encoded prompts and references did, and the bytes that it holds."""
+
 RUNNING_METRIC = "h3_running_requests"
 """The gauge of the requests that a model works on; Triton itself only counts those that wait."""

@@ -23,7 +23,9 @@ def render(config: ModelConfig) -> str:
     """The text of `config.pbtxt`. Every request is one unit of work, so `max_batch_size` is 0."""
     message = schema.ModelConfig(name=config.name, max_batch_size=0)
     for tensor in config.inputs:
-        message.input.add(name=tensor.name, data_type=tensor.data_type.value, dims=tensor.dims)
+        message.input.add(
+            name=tensor.name, data_type=tensor.data_type.value, dims=tensor.dims, optional=tensor.optional
+        )
     for tensor in config.outputs:
         message.output.add(name=tensor.name, data_type=tensor.data_type.value, dims=tensor.dims)
     for key, value in config.parameters.items():
@@ -78,7 +80,9 @@ def parse(text: str) -> ModelConfig:
 
 
 def _tensor(entry: schema.ModelInput | schema.ModelOutput) -> Tensor:
-    return Tensor(entry.name, DataType(schema.DataType.Name(entry.data_type)), tuple(entry.dims))
+    # Outputs have no such field.
+    optional = isinstance(entry, schema.ModelInput) and entry.optional
+    return Tensor(entry.name, DataType(schema.DataType.Name(entry.data_type)), tuple(entry.dims), optional)
 
 
 def _instance_group(group: schema.ModelInstanceGroup) -> InstanceGroup:

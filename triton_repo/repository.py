@@ -1,7 +1,8 @@
 """Renders the Triton model repository of one engine store.
 
-Only tokens, the text embedding, latents and the finished MP4 cross model borders; frames are made and encoded inside
-one model. Whatever runs engines holds the device while it does, so that memory is needed for one request at a time.
+Only the request's own files, tokens, embeddings, latents and finished MP4s cross model borders; frames are decoded and
+encoded inside one model. Whatever runs engines holds the device while it does, so that memory is needed for one request
+at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from engines.store import EngineStore, Manifest
 from plugins.dimensions import AUDIO_CHANNELS
+from runtime.reference_kinds import INPUTS
 from triton_repo import pbtxt
 from triton_repo.config import (
     DYNAMIC,
@@ -24,14 +26,40 @@ from triton_repo.config import (
     Resource,
     Tensor,
 )
-from triton_repo.names import DECODE, DENOISE, ENCODE, ENSEMBLE, PREPARE, STORE_PARAMETER, STREAM
+from triton_repo.names import (
+    CACHE_PARAMETER,
+    DECODE,
+    DENOISE,
+    ENCODE,
+    ENSEMBLE,
+    MEDIA_HOSTS_PARAMETER,
+    MEDIA_ROOT_PARAMETER,
+    PREPARE,
+    STORE_PARAMETER,
+    STREAM,
+)
 
 PROMPT = Tensor("PROMPT", DataType.STRING, (1,))
 PARAMS = Tensor("PARAMS", DataType.STRING, (1,))
+MEDIA_INPUTS = tuple(Tensor(name, DataType.STRING, (DYNAMIC,), optional=True) for name in INPUTS.values())
+"""Files of a request, each element a whole one."""
 RESOLVED = Tensor("RESOLVED", DataType.STRING, (1,))
 EVENT = Tensor("EVENT", DataType.STRING, (1,))
-MP4 = Tensor("MP4", DataType.STRING, (1,))
+MP4 = Tensor("MP4", DataType.STRING, (DYNAMIC,))
+"""One element for each output."""
 TOKENS = Tensor("TOKENS", DataType.INT64, (DYNAMIC,))
+TAGS = Tensor("TAGS", DataType.INT64, (DYNAMIC,))
+MEDIA = Tensor("MEDIA", DataType.STRING, (DYNAMIC,))
+"""The files of the resolved request, in its order."""
+
+INDEX = Tensor("INDEX", DataType.INT64, (1,))
+"""Which output an MP4 of a stream is."""
+REQUEST = (PROMPT, PARAMS, *MEDIA_INPUTS)
+
+FETCHERS = 4
+"""Instances of h3_prepare where it may wait for other hosts."""
+
+DEFAULT_CONDITION_CACHE = 256 << 20
 
 _SOURCES = {PREPARE: "prepare", ENCODE: "encode", DENOISE: "denoise", DECODE: "decode", STREAM: "stream"}
 _DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
@@ -39,24 +67,48 @@ _DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
 
 @dataclass(frozen=True)
 class RepositorySettings:
-    """What an operator may choose. `max_queue_size`: requests that wait for a model before more are refused."""
+    """What an operator may choose.
+
+    max_queue_size: requests that wait for a model before more are refused. media_hosts, media_root: where URLs of media
+    may lead to. condition_cache: bytes of encoded prompts and references that each of h3_encode and h3_stream may keep.
+    """
 
     max_queue_size: int = 8
+    media_hosts: tuple[str, ...] = ()
+    media_root: Path | None = None
+    condition_cache: int = DEFAULT_CONDITION_CACHE
+
+    def parameters(self, store: Path) -> dict[str, str]:
+        """The parameters of every Python model."""
+        return {
+            STORE_PARAMETER: str(store.resolve()),
+            MEDIA_HOSTS_PARAMETER: ",".join(self.media_hosts),
+            MEDIA_ROOT_PARAMETER: "" if self.media_root is None else str(self.media_root.resolve()),
+            CACHE_PARAMETER: str(self.condition_cache),
+        }
 
 
 def model_configs(store: Path, manifest: Manifest, settings: RepositorySettings) -> tuple[ModelConfig, ...]:
     """The configurations of all models, with shapes and element types from the store's manifest."""
-    parameters = {STORE_PARAMETER: str(store.resolve())}
+    parameters = settings.parameters(store)
     queue = QueuePolicy(settings.max_queue_size)
-    text, video, audio = _stage_tensors(manifest)
+    encoded, latents = _stage_tensors(manifest)
+    conditions = (RESOLVED, encoded[0], TAGS, *encoded[1:])
+    steps = (
+        _step(PREPARE, REQUEST, (RESOLVED, TOKENS, TAGS, MEDIA)),
+        _step(ENCODE, (RESOLVED, TOKENS, TAGS, MEDIA), encoded),
+        _step(DENOISE, conditions, latents),
+        _step(DECODE, (RESOLVED, *latents), (MP4,)),
+    )
+    prepare = InstanceGroup(FETCHERS if settings.media_hosts else 1)
     return (
-        ModelConfig(PREPARE, (PROMPT, PARAMS), (RESOLVED, TOKENS), InstanceGroup(), parameters=parameters),
-        ModelConfig(ENCODE, (TOKENS,), (text,), _DEVICE, queue, parameters=parameters),
-        ModelConfig(DENOISE, (RESOLVED, text), (video, audio), _DEVICE, queue, parameters=parameters),
+        ModelConfig(PREPARE, REQUEST, (RESOLVED, TOKENS, TAGS, MEDIA), prepare, parameters=parameters),
+        ModelConfig(ENCODE, (RESOLVED, TOKENS, TAGS, MEDIA), encoded, _DEVICE, queue, parameters=parameters),
+        ModelConfig(DENOISE, conditions, latents, _DEVICE, queue, parameters=parameters),
         # No limit here: what arrives has been denoised, which is the work that a refusal would throw away.
-        ModelConfig(DECODE, (RESOLVED, video, audio), (MP4,), _DEVICE, parameters=parameters),
-        ModelConfig(ENSEMBLE, (PROMPT, PARAMS), (MP4, RESOLVED), steps=_steps(text, video, audio)),
-        ModelConfig(STREAM, (PROMPT, PARAMS), (EVENT, RESOLVED, MP4), _DEVICE, queue, True, parameters),
+        ModelConfig(DECODE, (RESOLVED, *latents), (MP4,), _DEVICE, parameters=parameters),
+        ModelConfig(ENSEMBLE, REQUEST, (MP4, RESOLVED), steps=steps),
+        ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4), _DEVICE, queue, True, parameters),
     )
 
 
@@ -72,25 +124,26 @@ def render(store: Path, directory: Path, settings: RepositorySettings) -> tuple[
     return configs
 
 
-def _stage_tensors(manifest: Manifest) -> tuple[Tensor, Tensor, Tensor]:
-    """Text embedding [rows, features], video latents [1, channels, T, h, w] and audio latents [2, channels, A]."""
+def _stage_tensors(manifest: Manifest) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What encoding gives, and what denoising gives.
+
+    Text embedding [rows, features], condition rows of pictures [rows, 96] and of sounds [rows, 32]; latents of each
+    output, of the video [outputs, channels, T, h, w] and of the sound [outputs, 2, channels, A].
+    """
     dimensions = manifest.dimensions
     hidden = manifest.graphs["text_encoder.layer"].outputs[0].dtype
     compute = {"float32": DataType.FP32, "bfloat16": DataType.BF16}[hidden]
-    return (
+    sound = dimensions.audio_vae.latent_channels
+    encoded = (
         Tensor("TEXT", compute, (DYNAMIC, dimensions.text_encoder.hidden)),
-        Tensor("VIDEO", DataType.FP32, (1, dimensions.video_vae.latent_channels, DYNAMIC, DYNAMIC, DYNAMIC)),
-        Tensor("AUDIO", DataType.FP32, (AUDIO_CHANNELS, dimensions.audio_vae.latent_channels, DYNAMIC)),
+        Tensor("CONDITION_VIDEO", DataType.FP32, (DYNAMIC, dimensions.denoiser.video_row)),
+        Tensor("CONDITION_AUDIO", DataType.FP32, (DYNAMIC, sound)),
     )
-
-
-def _steps(text: Tensor, video: Tensor, audio: Tensor) -> tuple[EnsembleStep, ...]:
-    return (
-        _step(PREPARE, (PROMPT, PARAMS), (RESOLVED, TOKENS)),
-        _step(ENCODE, (TOKENS,), (text,)),
-        _step(DENOISE, (RESOLVED, text), (video, audio)),
-        _step(DECODE, (RESOLVED, video, audio), (MP4,)),
+    latents = (
+        Tensor("VIDEO", DataType.FP32, (DYNAMIC, dimensions.video_vae.latent_channels, DYNAMIC, DYNAMIC, DYNAMIC)),
+        Tensor("AUDIO", DataType.FP32, (DYNAMIC, AUDIO_CHANNELS, sound, DYNAMIC)),
     )
+    return encoded, latents
 
 
 def _step(model: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> EnsembleStep:

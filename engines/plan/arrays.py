@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engines.profile import Arithmetic
-from plugins.dimensions import AUDIO_CHANNELS, DenoiserDimensions, TextEncoderDimensions
+from plugins.dimensions import AUDIO_CHANNELS, DenoiserDimensions, TextEncoderDimensions, VisionDimensions
 from plugins.ops.nvfp4_linear import BLOCK
 
 FLOAT = 4
@@ -21,6 +21,12 @@ INDEX = 4
 
 AUDIO_ARRAYS = 11
 """Float32 arrays of the widest stage that the audio decoder holds. The builder's 360,484,864 bytes for 640 latents."""
+
+CLIP_ARRAYS = 6.2
+"""Float32 arrays of the first level that the video encoder holds. The builder's 3,512,557,568 bytes for 17 frames."""
+
+WAVEFORM_ARRAYS = 4.2
+"""Float32 arrays of the first stage that the audio encoder holds. The builder's 1,082,982,400 bytes for 16 s."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ def compiled_block(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
     return normed + attention + 2 * size.ffn * widths.item
 
 
+def images(size: DenoiserDimensions, attention: str) -> float:
+    """A row of the copies that attention other than dense works on: E4M3 with a scale a query, or bfloat16."""
+    copies = {"dense": 0, "skip": 2 * 3 * size.inner}
+    return copies.get(attention, 3 * size.inner + FLOAT * size.heads)
+
+
 def project(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
     """A row of `block.project`, whose results are not its own memory."""
     widths = Widths.of(arithmetic)
@@ -135,3 +147,18 @@ def tile(tokens: int, width: int, inner: int, item: int) -> int:
 def audio(widest: int) -> int:
     """A latent in the audio decoder; `widest`: channels times samples of its widest stage."""
     return AUDIO_ARRAYS * AUDIO_CHANNELS * widest * FLOAT
+
+
+def vision(size: VisionDimensions, item: float) -> float:
+    """A patch in a block of the vision encoder, fullest in its feed-forward: 15,520 bytes in bfloat16."""
+    return (3 * size.hidden + size.intermediate) * item
+
+
+def clip(pixels: int, channels: int) -> float:
+    """A tile in the video encoder, of so many pixels in all frames, at its widest: before it is halved."""
+    return CLIP_ARRAYS * pixels * channels * FLOAT
+
+
+def waveform(samples: int, channels: int) -> float:
+    """Both channels of a sound in the audio encoder."""
+    return WAVEFORM_ARRAYS * AUDIO_CHANNELS * samples * channels * FLOAT

@@ -3,80 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from engines.plan import arrays
 from engines.plan.arrays import FLOAT, Widths
+from engines.plan.conditions import Conditions
 from engines.plan.plan import GraphPlan, Rows, Workload
-from engines.plan.weights import GraphWeights, Model
+from engines.plan.references import References
+from engines.plan.run import LIBRARY_WORKSPACE, Run, Weighing, operations
 from engines.profile import Arithmetic, Profile, component_of
 from export.checkpoint.components.audio_vae import AudioVAEConfig
 from export.checkpoint.components.video_vae import VideoVAEConfig
-from export.checkpoint.outline import Outline
 from plugins.dimensions import AUDIO_CHANNELS, TIMESTEP_SLOTS, DenoiserDimensions
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
 from plugins.tiling import chunk_count, tile_grid
 
 INT64 = 8
 
-LIBRARY_WORKSPACE = 10 << 20
-"""Scratch that some matrix products take, whatever the rows: 8 to 10 MB in the builder's figures."""
 
-
-def rows_of(profile: Profile, shape: Shape, text_rows: int) -> Rows:
+def rows_of(profile: Profile, shape: Shape, references: References) -> Rows:
     """The request's rows, and those of one rank and of one chunk."""
-    total = text_rows + shape.audio_rows + shape.video_rows
+    text = references.workload.text_rows + references.text_rows
+    audio, video = shape.audio_rows + references.audio_rows, shape.video_rows + references.video_rows
+    total = text + audio + video
     local = math.ceil(total / profile.ranks.ulysses)
     chunk = min(profile.row_chunk or local, local)
-    return Rows(text=text_rows, audio=shape.audio_rows, video=shape.video_rows, total=total, local=local, chunk=chunk)
-
-
-@dataclass(frozen=True)
-class Weighing:
-    """A model's weights on one profile."""
-
-    profile: Profile
-    model: Model
-
-    @property
-    def outline(self) -> Outline:
-        """The model's sizes."""
-        return self.model.outline
-
-    @property
-    def weights(self) -> Mapping[str, GraphWeights]:
-        """What the model's graphs are bound to."""
-        return self.model.weights
-
-    def arithmetic(self, graph: str) -> Arithmetic:
-        """How a graph's matrix products are computed, where it does not pin them."""
-        precision = self.profile.precision
-        names = {"text_encoder": precision.text_encoder, "video_decoder_tile": precision.video_decoder}
-        pinned: dict[str, Arithmetic] = {"audio_decoder": "float32", **names}
-        return pinned.get(graph.partition(".")[0], precision.denoiser)
-
-    def instances(self, graph: str) -> tuple[int, ...]:
-        """Bytes of each instance's weights on one rank."""
-        ranks = self.profile.ranks.text_encoder if component_of(graph) == "text_encoder" else 1
-        return self.weights[graph].nbytes(self.arithmetic(graph), ranks)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What one graph's runs take besides its weights, on one rank. Bytes and operations a request."""
-
-    runs: int
-    activations: float
-    flops: dict[Arithmetic, float]
-    arrays: float
-    """Written or read once in device memory: inputs, outputs and what the graph keeps."""
-    io: float
-    workspace: int = 0
-    attention: float = 0
-    collectives: float = 0
-    exchanged: float = 0
+    return Rows(text=text, audio=audio, video=video, total=total, local=local, chunk=chunk)
 
 
 @dataclass(frozen=True)
@@ -96,7 +50,12 @@ class Costs:
     @cached_property
     def rows(self) -> Rows:
         """The request's rows."""
-        return rows_of(self.weighing.profile, self.shape, self.workload.text_rows)
+        return rows_of(self.weighing.profile, self.shape, self.references)
+
+    @cached_property
+    def references(self) -> References:
+        """The request's references."""
+        return References(self.workload, self.weighing.outline.dimensions)
 
     @cached_property
     def tiles(self) -> int:
@@ -132,7 +91,7 @@ class Costs:
         """What the denoiser computes in outside its quantised linears."""
         return "float32" if self._denoiser == "float32" else "bfloat16"
 
-    def _plan(self, name: str, run: _Run) -> GraphPlan:
+    def _plan(self, name: str, run: Run) -> GraphPlan:
         instances = self.weighing.instances(name)
         passes = run.runs / len(instances)
         return GraphPlan(
@@ -152,7 +111,8 @@ class Costs:
             exchanged=run.exchanged,
         )
 
-    def _runs(self) -> Iterator[tuple[str, _Run]]:
+    def _runs(self) -> Iterator[tuple[str, Run]]:
+        yield from Conditions(self.weighing, self.references).runs()
         yield "text_encoder.embedding", self._embedding()
         yield "text_encoder.layer", self._text_layer()
         yield "context", self._context()
@@ -164,14 +124,14 @@ class Costs:
         yield "video_decoder_tile", self._tile()
         yield "audio_decoder", self._audio()
 
-    def _embedding(self) -> _Run:
+    def _embedding(self) -> Run:
         text = self.weighing.outline.dimensions.text_encoder
         io = self.rows.text * (INT64 + text.hidden * Widths.of(self.weighing.arithmetic("text_encoder")).item)
         # Only the rows of the prompt's tokens are read of the table.
         table = self.weighing.instances("text_encoder.embedding")[0]
-        return _Run(1, 0, {}, io - table, io)
+        return Run(1, 0, {}, io - table, io)
 
-    def _text_layer(self) -> _Run:
+    def _text_layer(self) -> Run:
         text, ranks, rows = self.weighing.outline.dimensions.text_encoder, self._text_ranks, self.rows.text
         arithmetic = self.weighing.arithmetic("text_encoder")
         widths = Widths.of(arithmetic)
@@ -180,11 +140,11 @@ class Costs:
         linear = 2.0 * self.weighing.weights["text_encoder.layer"].products() * rows / ranks
         # Causal attention does half of the products.
         mixing = 2.0 * rows * rows * text.heads * text.head_dim / ranks
-        flops = _flops(arithmetic, text.layers * linear, text.layers * mixing)
+        flops = operations(arithmetic, text.layers * linear, text.layers * mixing)
         io = rows * (2 * hidden + 2 * text.head_dim * FLOAT)
         reduced = 2 * text.layers * 2 * rows * text.hidden * FLOAT * (ranks - 1) / ranks
         collectives = rows * text.hidden * FLOAT if ranks > 1 else 0
-        return _Run(
+        return Run(
             text.layers, rows * row, flops, 2 * rows * (row + hidden), io, collectives=collectives, exchanged=reduced
         )
 
@@ -192,23 +152,23 @@ class Costs:
     def _text_ranks(self) -> int:
         return self.weighing.profile.ranks.text_encoder
 
-    def _context(self) -> _Run:
+    def _context(self) -> Run:
         size, rows = self._size, self.rows.text
         row, item = arrays.context(size, self._denoiser), Widths.of(self._denoiser).item
         linear = 2.0 * self.weighing.weights["context"].products() * rows
         mixing = 4.0 * size.refiner_layers * size.inner * rows * rows
         io = rows * item * (size.text_dim + size.hidden)
         moved = 2 * rows * row * size.refiner_layers
-        return _Run(1, rows * row, _flops(self._denoiser, linear, mixing), moved, io)
+        return Run(1, rows * row, operations(self._denoiser, linear, mixing), moved, io)
 
-    def _time(self) -> _Run:
+    def _time(self) -> Run:
         products = self.weighing.weights["modulation.time"].products()
         forwards = self.workload.forwards
         flops: dict[Arithmetic, float] = {"float32": 2.0 * products * TIMESTEP_SLOTS * forwards}
         io = TIMESTEP_SLOTS * (self._size.time_dim + 1) * FLOAT
-        return _Run(forwards, 0, flops, io, io, workspace=LIBRARY_WORKSPACE)
+        return Run(forwards, 0, flops, io, io, workspace=LIBRARY_WORKSPACE)
 
-    def _adaln(self) -> _Run:
+    def _adaln(self) -> Run:
         """All steps of the schedule, one instance after the other: its weights come once a schedule."""
         size, item = self._size, Widths.of(self._denoiser).item
         instances = size.layers + 1
@@ -218,9 +178,9 @@ class Costs:
         matrix = self.weighing.weights["modulation.adaln"].largest_matrix()
         copied = matrix + TIMESTEP_SLOTS * size.adaln_features * item
         io = TIMESTEP_SLOTS * item * (size.adaln_features + size.time_dim)
-        return _Run(instances * self.workload.forwards, copied, flops, 2 * io, io, workspace=LIBRARY_WORKSPACE)
+        return Run(instances * self.workload.forwards, copied, flops, 2 * io, io, workspace=LIBRARY_WORKSPACE)
 
-    def _prologue(self) -> _Run:
+    def _prologue(self) -> Run:
         size, rows = self._size, self.rows
         item = Widths.of(self._denoiser).item
         gathered = (rows.text + rows.audio + rows.video) * size.hidden * item
@@ -228,9 +188,9 @@ class Costs:
         products = 2.0 * size.hidden * (rows.video * size.video_row + rows.audio * size.audio_channels)
         flops: dict[Arithmetic, float] = {"float32": products * self.workload.forwards}
         io = state + rows.text * size.hidden * item + rows.local * (INT64 + size.hidden * item)
-        return _Run(self.workload.forwards, gathered, flops, 2 * gathered + io, io, workspace=LIBRARY_WORKSPACE)
+        return Run(self.workload.forwards, gathered, flops, 2 * gathered + io, io, workspace=LIBRARY_WORKSPACE)
 
-    def _blocks(self) -> Iterator[tuple[str, _Run]]:
+    def _blocks(self) -> Iterator[tuple[str, Run]]:
         runs = self._size.layers * self.workload.forwards
         if not self.weighing.profile.row_chunk:
             yield "block", self._whole_block(runs)
@@ -240,17 +200,17 @@ class Costs:
         yield "block.attend", self._attend(runs)
         yield "block.finish", self._finish(runs * chunks)
 
-    def _whole_block(self, runs: int) -> _Run:
+    def _whole_block(self, runs: int) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         held = arrays.compiled_block if self.weighing.profile.backend == "inductor" else arrays.block
-        row = held(size, self._denoiser)
+        row = held(size, self._denoiser) + arrays.images(size, self.weighing.profile.attention.blocks)
         linear = 2.0 * self.weighing.weights["block"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + self._per_row) + self._table
         kept = arrays.projected(size, widths) + arrays.heads(size, widths) + arrays.feed_forward(size, widths)
-        return _Run(
+        return Run(
             runs,
             rows.local * row,
-            _flops(self._denoiser, runs * linear, runs * self._mixing),
+            operations(self._denoiser, runs * linear, runs * self._mixing, self._mixed),
             2 * rows.local * kept + io,
             io,
             workspace=LIBRARY_WORKSPACE,
@@ -259,13 +219,13 @@ class Costs:
             exchanged=runs * self._exchanged,
         )
 
-    def _project(self, runs: int) -> _Run:
+    def _project(self, runs: int) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         linear = 2.0 * self.weighing.weights["block.project"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + 3 * size.inner * widths.item + self._per_row) + self._table
         row = arrays.project(size, self._denoiser)
-        flops = _flops(self._denoiser, self._block_runs * linear, 0)
-        return _Run(
+        flops = operations(self._denoiser, self._block_runs * linear, 0)
+        return Run(
             runs,
             rows.chunk * row,
             flops,
@@ -274,14 +234,15 @@ class Costs:
             workspace=LIBRARY_WORKSPACE,
         )
 
-    def _attend(self, runs: int) -> _Run:
+    def _attend(self, runs: int) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         heads = rows.local * arrays.heads(size, widths)
         copied = rows.local * arrays.attend(size, self._denoiser)
-        return _Run(
+        copied += rows.local * arrays.images(size, self.weighing.profile.attention.blocks)
+        return Run(
             runs,
             copied,
-            {self._compute: runs * self._mixing},
+            {self._mixed or self._compute: runs * self._mixing},
             2 * copied + heads,
             rows.local * size.inner * widths.item,
             attention=heads + copied,
@@ -289,17 +250,22 @@ class Costs:
             exchanged=runs * self._exchanged,
         )
 
-    def _finish(self, runs: int) -> _Run:
+    def _finish(self, runs: int) -> Run:
         size, rows = self._size, self.rows
         linear = 2.0 * self.weighing.weights["block.finish"].products() * rows.local
         row = arrays.finish(size, self._denoiser)
-        flops = _flops(self._denoiser, self._block_runs * linear, 0)
+        flops = operations(self._denoiser, self._block_runs * linear, 0)
         # Hidden rows and mixed values are counted where they are made.
-        return _Run(runs, rows.chunk * row, flops, 2 * rows.chunk * row, 0, workspace=LIBRARY_WORKSPACE)
+        return Run(runs, rows.chunk * row, flops, 2 * rows.chunk * row, 0, workspace=LIBRARY_WORKSPACE)
 
     @property
     def _block_runs(self) -> int:
         return self._size.layers * self.workload.forwards
+
+    @property
+    def _mixed(self) -> Arithmetic | None:
+        """The arithmetic of the blocks' attention, where it is another than the rest's."""
+        return "fp8" if self.weighing.profile.attention.blocks.startswith("sage") else None
 
     @property
     def _mixing(self) -> float:
@@ -333,14 +299,14 @@ class Costs:
         share = (self._ulysses - 1) / self._ulysses
         return 4 * self.rows.local * self._size.inner * Widths.of(self._denoiser).item * share
 
-    def _epilogue(self) -> _Run:
+    def _epilogue(self) -> Run:
         size, rows, forwards = self._size, self.rows, self.workload.forwards
         channels = size.video_row + size.audio_channels
         flops: dict[Arithmetic, float] = {"float32": 2.0 * size.hidden * channels * rows.local * forwards}
         row = arrays.epilogue(size)
         velocity = rows.total * channels * FLOAT
         sharing = self._ulysses > 1
-        return _Run(
+        return Run(
             forwards,
             rows.local * row,
             flops,
@@ -352,7 +318,7 @@ class Costs:
             exchanged=forwards * rows.local * channels * FLOAT * (self._ulysses - 1),
         )
 
-    def _tile(self) -> _Run:
+    def _tile(self) -> Run:
         vae, config = self.weighing.outline.dimensions.video_vae, self._video
         width = config.decoder_num_attention_heads * config.decoder_attention_head_dim
         tokens = vae.chunk_latents * vae.tile_latents**2 + config.decoder_num_register_tokens + 1
@@ -363,10 +329,10 @@ class Costs:
         mixing = 4.0 * config.decoder_num_layers * width * tokens**2
         moved = 2 * config.decoder_num_layers * tokens * width * (2 * FLOAT + 4)
         ranks = self.weighing.profile.ranks.video_tiles
-        return _Run(
+        return Run(
             runs,
             kept,
-            _flops(arithmetic, runs * linear, runs * mixing),
+            operations(arithmetic, runs * linear, runs * mixing),
             moved + self.tile_bytes,
             2 * self.tile_bytes,
             workspace=LIBRARY_WORKSPACE,
@@ -381,7 +347,7 @@ class Costs:
         assert isinstance(config, VideoVAEConfig)
         return config
 
-    def _audio(self) -> _Run:
+    def _audio(self) -> Run:
         config = self.weighing.outline.configs["audio_vae"]
         assert isinstance(config, AudioVAEConfig)
         samples, widest, products = 1, 0, 0.0
@@ -394,12 +360,4 @@ class Costs:
         flops: dict[Arithmetic, float] = {"float32": 2.0 * AUDIO_CHANNELS * latents * products}
         io = AUDIO_CHANNELS * latents * FLOAT * (config.latent_channels + samples)
         kept = latents * arrays.audio(widest)
-        return _Run(1, kept, flops, 2 * kept * len(config.decoder_rates), io, workspace=LIBRARY_WORKSPACE)
-
-
-def _flops(arithmetic: Arithmetic, linear: float, attention: float) -> dict[Arithmetic, float]:
-    """Attention is never quantised."""
-    mixing: Arithmetic = arithmetic if arithmetic.startswith("float") else "bfloat16"
-    found: dict[Arithmetic, float] = {arithmetic: linear}
-    found[mixing] = found.get(mixing, 0.0) + attention
-    return {name: count for name, count in found.items() if count}
+        return Run(1, kept, flops, 2 * kept * len(config.decoder_rates), io, workspace=LIBRARY_WORKSPACE)

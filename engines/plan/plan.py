@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from engines.profile import Arithmetic, Component
 
-Stage = Literal["encode", "modulation", "denoise", "decode_video", "decode_audio"]
+Stage = Literal["encode", "encode_video", "encode_audio", "modulation", "denoise", "decode_video", "decode_audio"]
 
-STAGES: tuple[Stage, ...] = ("encode", "modulation", "denoise", "decode_video", "decode_audio")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 STAGE_OF: dict[Component, Stage] = {
     "text_encoder": "encode",
+    "video_encoder": "encode_video",
+    "audio_encoder": "encode_audio",
     "modulation": "modulation",
     "denoiser": "denoise",
     "video_decoder": "decode_video",
@@ -31,12 +33,15 @@ class _Record(BaseModel):
 
 
 class Workload(_Record):
-    """The request that is planned for. `text_rows`: tokens of the prompt."""
+    """The request that is planned for. `text_rows`: tokens of the prompt. `images`, `videos`, `sounds`: references."""
 
     seconds: float = 10
     aspect_ratio: str = "16:9"
     forwards: Annotated[int, Field(ge=1)] = 49
     text_rows: Annotated[int, Field(ge=1)] = 512
+    images: Annotated[int, Field(ge=0)] = 0
+    videos: Annotated[int, Field(ge=0)] = 0
+    sounds: Annotated[int, Field(ge=0)] = 0
 
 
 class GraphPlan(_Record):

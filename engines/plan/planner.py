@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from engines.plan.graphs import Costs, Weighing
+from engines.plan.graphs import Costs
 from engines.plan.plan import GraphPlan, Plan, PlanError, Workload
 from engines.plan.refusal import refuse
 from engines.plan.rules import check
+from engines.plan.run import Weighing
 from engines.plan.stages import Placement
 from engines.plan.weights import Model
 from engines.profile import Profile

@@ -18,7 +18,14 @@ Draft = Callable[[Profile, Model, Workload], Plan]
 CHUNKS = (32768, 16384, 8192, 4096)
 """Rows through a block at once that are worth trying, most first."""
 
-_CHEAPEST: tuple[Component, ...] = ("audio_decoder", "video_decoder", "modulation", "text_encoder")
+_CHEAPEST: tuple[Component, ...] = (
+    "audio_encoder",
+    "audio_decoder",
+    "video_encoder",
+    "video_decoder",
+    "modulation",
+    "text_encoder",
+)
 """Components that run once a request, in the order in which taking them off the GPU costs time."""
 
 

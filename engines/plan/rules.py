@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from engines.plan.graphs import Costs, Weighing
+from engines.plan.graphs import Costs
 from engines.plan.plan import PlanError, Workload
+from engines.plan.run import Weighing
 from engines.plan.weights import Model
 from engines.profile import Profile
 from plugins.shape import SECONDS_MAXIMUM, SECONDS_MINIMUM
@@ -36,6 +37,9 @@ def sizes(costs: Costs) -> dict[str, int]:
         "video_rows": rows.video,
         "audio_rows": rows.audio,
         "audio_latents": costs.shape.audio_latents,
+        "vision_rows": max(costs.references.patches, default=0),
+        "clip_frames": costs.references.clip_frames,
+        "audio_samples": costs.references.samples * min(1, costs.references.tracks),
     }
 
 

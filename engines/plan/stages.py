@@ -63,14 +63,14 @@ class Placement:
         assert self.profile.residency is not None  # as profiles for GPUs are validated
         place = self.profile.residency.of(component)
         graphs = list(self._of(component))
-        total = sum(graph.weights for graph in graphs)
+        used = sum(graph.weights for graph in graphs if graph.runs)
         if isinstance(place, int):
             return self._partly(place, graphs)
         everything = self._of_all_partitions(component, graphs)
         if place == "resident":
             return Holding(always=everything)
-        staged = total if place == "swapped" else min(total, SLOTS * max(graph.instance for graph in graphs))
-        return Holding(staged=staged, transferred=total, pinned=everything)
+        staged = used if place == "swapped" else min(used, SLOTS * max(graph.instance for graph in graphs))
+        return Holding(staged=staged, transferred=used, pinned=everything)
 
     def _of_all_partitions(self, component: Component, graphs: list[GraphPlan]) -> int:
         """Each partition has a transformer of its own, its refiner included; the other components serve them all."""
@@ -131,7 +131,8 @@ class Placement:
     def _sharers(self, component: Component) -> int:
         """Ranks that have a share of a component's work."""
         ranks = self.profile.ranks
-        shared = {"text_encoder": ranks.text_encoder, "video_decoder": ranks.video_tiles, "audio_decoder": 1}
+        shared = {"text_encoder": ranks.text_encoder, "audio_encoder": 1, "audio_decoder": 1}
+        shared |= dict.fromkeys(("video_encoder", "video_decoder"), ranks.video_tiles)
         return shared.get(component, ranks.ulysses)
 
     @property

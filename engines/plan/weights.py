@@ -73,6 +73,13 @@ class GraphWeights:
         found = [d for name, d in self.instances[0].items() if name.startswith(starts) and name.endswith("weight_v")]
         return sum(map(_elements, found))
 
+    def encoder_stage_products(self, stage: int) -> tuple[int, int]:
+        """Multiplications of a sample of one of the audio encoder's stages: in its units, and by its strided layer."""
+        found = {n: _elements(d) for n, d in self.instances[0].items() if n.endswith("weight_v")}
+        strided = f"encoder.block.{stage}.block.4.weight_v"
+        units = sum(count for n, count in found.items() if n.startswith(f"encoder.block.{stage}.") and n != strided)
+        return units, found[strided]
+
 
 def _elements(declared: Declared) -> int:
     return math.prod(declared.shape or ())
@@ -103,6 +110,9 @@ class Model:
         """Bytes of the quantised linears of each of the graphs."""
         return {graph: self.weights[graph].quantised_nbytes(arithmetic) for graph, arithmetic in graphs.items()}
 
+
+VISION_LISTS = {"blocks": "block", "deepstack_merger_list": "deepstack"}
+"""The vision encoder's graphs that have an instance for each element of a list of the checkpoint."""
 
 SEGMENTS = {
     "block.project": ("norm1.", "attn.to_q.", "attn.to_k.", "attn.to_v.", "attn.norm_q.", "attn.norm_k."),
@@ -146,6 +156,14 @@ def _instances(outline: Outline) -> Iterator[tuple[str, list[Tensors]]]:
     language = "model.language_model"
     text = [f"{language}.layers.{i}." for i in range(outline.dimensions.text_encoder.layers)]
     take = _Taker(outline)
+    yield "vision_encoder.embed", [take("text_encoder", "model.visual.patch_embed.", "model.visual.pos_embed.")]
+    vision = outline.dimensions.vision
+    for name, count in (("blocks", vision.depth), ("deepstack_merger_list", len(vision.deepstack))):
+        parts = [take("text_encoder", f"model.visual.{name}.{i}.") for i in range(count)]
+        yield f"vision_encoder.{VISION_LISTS[name]}", parts
+    yield "vision_encoder.merger", [take("text_encoder", "model.visual.merger.")]
+    yield "video_encoder_tile", [take("video_vae", "encoder.", "quant_conv.")]
+    yield "audio_encoder", [take("audio_vae", "encoder.", "pre_block.", "mean_proj.")]
     yield "text_encoder.embedding", [take("text_encoder", f"{language}.embed_tokens.")]
     yield "text_encoder.layer", [take("text_encoder", prefix) for prefix in text]
     yield "context", [take("denoiser", "context_embedder.", "token_refiner.")]

@@ -38,7 +38,7 @@ class BoundWeight:
 
 @dataclass(frozen=True)
 class Group:
-    """Graphs of one partition whose weights come and go together."""
+    """Graphs whose weights come and go together."""
 
     units: PackedUnits
     device: DeviceWeights
@@ -91,23 +91,44 @@ def bound_groups(opening: Opening, gpu: Gpu) -> dict[tuple[str, Partition], Grou
     assert residency is not None  # a profile on GPUs has one
     mapped = MappedWeights(manifest.weight_files)
     weighty = [graph for graph in opening.graphs if manifest.graphs[graph].weights]
-    units = {
-        (partition, name): (members, PackedUnits(mapped, _units(opening, members, partition)))
-        for partition in opening.partitions
-        for name, members in groups(weighty).items()
-    }
-    staging = Staging(gpu, max((size for _, packed in units.values() for size in packed.sizes), default=0))
+    sets = _weight_sets(opening, weighty)
+    packs = {one: PackedUnits(mapped, _units(opening, one.graphs, one.partitions[0])) for one in sets}
+    staging = Staging(gpu, max((size for packed in packs.values() for size in packed.sizes), default=0))
     budget = manifest.profile.memory_budget(machine.memory_bytes()) // PINNED_SHARE
     found: dict[tuple[str, Partition], Group] = {}
-    for partition, name in sorted(units, key=lambda key: PINNED_FIRST.index(component_of(key[1]))):
-        members, packed = units[partition, name]
+    for one in sorted(sets, key=lambda each: PINNED_FIRST.index(component_of(each.name))):
+        name, packed = one.name, packs[one]
         placement = place(residency, name, len(packed.sizes))
         kept = kept_within(budget, packed.sizes, placement.returning(len(packed.sizes)))
         budget -= sum(packed.sizes[unit] for unit in kept)
         host = HostWeights(gpu, packed, staging, kept)
         group = Group(packed, DeviceWeights(gpu, host, placement.resident), placement)
-        found |= {(graph, partition): group for graph in members}
+        found |= {(graph, partition): group for graph in one.graphs for partition in one.partitions}
     return found
+
+
+@dataclass(frozen=True)
+class _WeightSet:
+    """Graphs whose weights come and go together, and the partitions that have the same ones."""
+
+    name: str
+    graphs: tuple[str, ...]
+    partitions: tuple[Partition, ...]
+
+
+def _weight_sets(opening: Opening, weighty: Sequence[str]) -> list[_WeightSet]:
+    """Each partition has a transformer of its own; what else it has, encoders and decoders, is there once for all."""
+    bindings, sets = opening.store.manifest.bindings, []
+    for name, graphs in groups(weighty).items():
+        alike: list[list[Partition]] = []
+        for partition in opening.partitions:
+            same = [other for other in alike if all(bindings[other[0]][g] == bindings[partition][g] for g in graphs)]
+            if same:
+                same[0].append(partition)
+            else:
+                alike.append([partition])
+        sets += [_WeightSet(name, graphs, tuple(partitions)) for partitions in alike]
+    return sets
 
 
 def _units(opening: Opening, graphs: Sequence[str], partition: Partition) -> list[dict[WeightName, tuple[Any, int]]]:

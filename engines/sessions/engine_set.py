@@ -37,6 +37,11 @@ class EngineSet:
         """Where outputs are, and where inputs are read without being copied."""
         return self._backend.device
 
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """The partitions that are open."""
+        return self._partitions
+
     @staticmethod
     def open(
         store: str | Path | EngineStore,
@@ -61,18 +66,20 @@ class EngineSet:
         graph: str,
         inputs: Mapping[str, torch.Tensor],
         instance: int = 0,
-        partition: Partition = "fl2va",
+        partition: Partition | None = None,
         outputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
         """Runs one instance of a graph on tensors of the shapes and dtypes in the manifest.
 
         Contiguous inputs on `device` are read where they are; others are copied to it. The outputs are on `device`;
         those that `outputs` has a tensor for are written there, the others own their memory.
+        partition: whose weights, of a graph that has its own in each; others have the same in all that are open.
 
         Raises:
             EngineInputError: an unknown graph, partition or instance; a missing or unknown input; an unknown output;
                 a wrong dtype, device, layout or shape.
         """
+        partition = partition or self._partitions[0]
         self._check_target(graph, instance, partition)
         self._check_tensors(graph, inputs, outputs)
         placed = {name: tensor.detach().to(self.device).contiguous() for name, tensor in inputs.items()}

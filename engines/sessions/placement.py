@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from engines.profile import Component, Residency, component_of
 from engines.sessions.residency import spread
 
-PINNED_FIRST: tuple[Component, ...] = ("denoiser", "modulation", "text_encoder", "video_decoder", "audio_decoder")
+PINNED_FIRST: tuple[Component, ...] = (
+    "denoiser",
+    "modulation",
+    "text_encoder",
+    "video_decoder",
+    "audio_decoder",
+    "video_encoder",
+    "audio_encoder",
+)
 """Components in the order in which pinned host memory is given to them: what is copied most often comes first."""
 
 

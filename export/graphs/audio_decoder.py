@@ -135,18 +135,18 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
         module=lambda: AudioDecoder(config),
         inputs=(TensorSpec("latents", torch.float32, (AUDIO_CHANNELS, dimensions.latent_channels, AUDIO_LATENTS)),),
         outputs=(TensorSpec("waveform", torch.float32, (AUDIO_CHANNELS, 1, samples)),),
-        weights=(_weights(checkpoint.parameters("audio_vae", partition)),),
+        weights=(folded(checkpoint.parameters("audio_vae", partition), ("decoder.", "dec_in_proj.")),),
         trials=tuple({"audio_latents": n, "samples": hop * n} for n in (3, 11)),
     )
     return (graph,)
 
 
-def _weights(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The decoder's parameters and filters, with gains and directions made into weights."""
-    kept = {name: weight for name, weight in parameters.items() if name.startswith(("decoder.", "dec_in_proj."))}
-    folded = {
+def folded(parameters: Mapping[str, Weight], prefixes: tuple[str, ...]) -> dict[str, Weight]:
+    """The audio VAE's parameters and filters under some prefixes, with gains and directions made into weights."""
+    kept = {name: weight for name, weight in parameters.items() if name.startswith(prefixes)}
+    plain = {
         name.replace(_DIRECTION, ".weight"): Weight.weight_normed(direction, kept[name.replace(_DIRECTION, _GAIN)])
         for name, direction in kept.items()
         if name.endswith(_DIRECTION)
     }
-    return folded | {name: weight for name, weight in kept.items() if not name.endswith((_GAIN, _DIRECTION))}
+    return plain | {name: weight for name, weight in kept.items() if not name.endswith((_GAIN, _DIRECTION))}

@@ -12,12 +12,17 @@ from export.checkpoint.expressions import Weight
 
 @dataclass(frozen=True)
 class Axis:
-    """A named dynamic dimension. `multiple` is a divisor that every legal size has."""
+    """A named dynamic dimension. `multiple` is a divisor that every legal size has.
+
+    `provable`: the tracer can show that the traced graph holds for all legal sizes. Where it cannot, as with strided
+    convolutions down to a single element, the graph's trials must show it: they include the smallest size.
+    """
 
     name: str
     minimum: int
     maximum: int
     multiple: int = 1
+    provable: bool = True
 
 
 @dataclass(frozen=True)

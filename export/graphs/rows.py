@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from export.graphs.graph import Axis
 
-TEXT_ROWS = Axis("text_rows", 1, 16_384)
-"""L: tokens of the prompt."""
+TEXT_ROWS = Axis("text_rows", 1, 131_072)
+"""L: tokens of the prompt, of which a picture takes up to 16,384."""
 
 VIDEO_ROWS = Axis("video_rows", 1, 262_144)
 """Nv: patches of conditions and target; 69,678 for 15 s of 1344x768, and references on top."""

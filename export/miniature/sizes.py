@@ -142,6 +142,7 @@ def miniature(special_ids: dict[str, int], vocab: int) -> Sizes:
         text_encoder=_text_encoder(text, vision, [4, 2, 2], special_ids),
         video_vae=VideoVAEConfig(
             block_out_channels=(32, 32, 32, 32, 32, 64),
+            layers_per_block=1,
             decoder_num_layers=2,
             decoder_num_attention_heads=2,
             latents_mean=VIDEO_LATENTS_MEAN,

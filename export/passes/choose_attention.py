@@ -21,9 +21,12 @@ BlockAttention = Literal["dense", "sage", "skip", "sage+skip"]
 SKIP_THRESHOLD = "skip_threshold"
 """The graph input that says how little a tile may weigh before it is left out: float32 [1], 0 leaves out none."""
 
-SAGE_TOLERANCE = 2.0**-3
+SAGE_TOLERANCE = 2.0**-6
 """Largest difference of a SAGE block between ONNX Runtime and torch: where their float32 sums fall to different sides
-of a middle between two E4M3 values, those are 2^-3 apart."""
+of a middle between two E4M3 values, these are 2^-3 apart; and no weight is above an eighth of its row's in a trial."""
+
+SAGE_TRIAL = SAGE.keys + 76
+"""Rows of a trial that is quantised: more than a block of keys, and not a multiple of it."""
 
 _CHANGED = ("block", "block.attend")
 
@@ -37,8 +40,9 @@ def choose_attention(graph: Graph, attention: BlockAttention) -> Graph:
         return graph
     threshold = (TensorSpec(SKIP_THRESHOLD, torch.float32, (1,)),) if skips(attention) else ()
     tolerance = SAGE_TOLERANCE if quantises(attention) else graph.tolerance
-    module = partial(_build, graph, attention)
-    return replace(graph, module=module, inputs=(*graph.inputs, *threshold), tolerance=tolerance)
+    trials = (*graph.trials, {"rows": SAGE_TRIAL}) if quantises(attention) else graph.trials
+    inputs, module = (*graph.inputs, *threshold), partial(_build, graph, attention)
+    return replace(graph, module=module, inputs=inputs, tolerance=tolerance, trials=trials)
 
 
 def skips(attention: BlockAttention) -> bool:

@@ -33,6 +33,7 @@ def opened(data: bytes, demuxer: Demuxer) -> Iterator[InputContainer]:
     """The file as a container. Raises FFmpeg's errors; a format is never guessed and nothing else is ever opened."""
     container = av.open(
         io.BytesIO(data),
+        mode="r",
         format=demuxer,
         options=pixels_limit(SIDES[1], SIDES[1]),
         # Data in another file stay unread by default; that, and no protocol at all, is stated here once more.

@@ -32,10 +32,10 @@ def decode_video(
     """
     if not 1 <= count <= facts.frames:
         raise RequestError(where, f"{count} frames", f"must be from 1 to the video's {facts.frames} frames")
-    with refusing(where, "a video", "must be decodable"):
+    with refusing(where, "a video file", "must be decodable"):
         name = check_format(data, "video", where)
         movie = read_movie(data)
-    with refusing(where, f"an {name} file", "must be decodable"), opened(data, "mov") as container:
+    with refusing(where, f"{name} file", "must be decodable"), opened(data, "mov") as container:
         stream = video_stream(container)
         track = read_track(container, stream, movie, len(data))
         shown = held(track.times(Fraction(start_time_seconds)), count)
@@ -51,12 +51,16 @@ def _held(
     index, pixels = -1, None
     for wanted in shown:
         if wanted != index or pixels is None:
-            with refusing(where, f"an {name} file", "must be decodable"):
+            with refusing(where, f"{name} file", "must be decodable"):
                 while index < wanted:
                     frame, index = next(frames), index + 1
                 # Pillow's filter on the upright frame, as the reference pipeline resizes decoded frames.
-                pixels = resize_image(upright(frame.to_ndarray(format="rgb24"), track.turn), size)
+                pixels = resize_image(upright(_rgb(frame), track.turn), size)
         yield pixels
+
+
+def _rgb(frame: VideoFrame) -> NDArray[np.uint8]:
+    return frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
 
 
 def _decoded(container: InputContainer, stream: VideoStream, track: Track, bytes_maximum: int) -> Iterator[VideoFrame]:

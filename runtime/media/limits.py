@@ -46,13 +46,18 @@ class Limits:
     @property
     def formats_text(self) -> str:
         """The legal formats in words."""
-        return _listed(self.formats)
+        return f"{', '.join(self.formats[:-1])} or {self.formats[-1]}"
+
+    @property
+    def size_text(self) -> str:
+        """The largest file in words."""
+        return f"{self.bytes_maximum // MIB} MiB"
 
 
 LIMITS: dict[Kind, Limits] = {
     "image": Limits("image", ("JPEG", "PNG", "WEBP", "HEIC"), 30 * MIB),
     "video": Limits("video", ("MP4", "MOV"), 50 * MIB, ("h264", "hevc"), ("aac", "mp3", "mp3float")),
-    "audio": Limits("audio", ("WAV", "MP3"), 15 * MIB, (), ("mp3", "mp3float", "aac")),
+    "audio": Limits("audio", ("WAV", "MP3"), 15 * MIB, (), ("aac", "mp3", "mp3float")),
 }
 """By kind. Sounds may also be any pcm_* codec."""
 
@@ -60,19 +65,20 @@ LIMITS: dict[Kind, Limits] = {
 def rows() -> list[tuple[str, str, str, str]]:
     """The table for people: a property, then what it may be for images, videos and sounds."""
     sides, ratios = f"{SIDES[0]} to {SIDES[1]} px", f"{RATIOS[0]:g} to {RATIOS[1]:g}"
+    rates = f"{SAMPLE_RATES[0]} to {SAMPLE_RATES[1]} Hz"
     seconds = f"{SECONDS[0]:g} to {SECONDS[1]:g} s each, at most {SECONDS[1]:g} s in all"
-    sizes = [f"{LIMITS[kind].bytes_maximum // MIB} MiB" for kind in LIMITS]
+    image, video, audio = LIMITS.values()
     return [
-        ("Format", *(LIMITS[kind].formats_text for kind in LIMITS)),
+        ("Format", image.formats_text, video.formats_text, audio.formats_text),
         ("Codec", "any of the format", "H.264 or H.265; sound in AAC or MP3, or none", "MP3, AAC or any PCM"),
-        ("Size at most", *sizes),
+        ("Size at most", image.size_text, video.size_text, audio.size_text),
         ("Each side", sides, sides, "-"),
         ("Width / height", ratios, ratios, "-"),
         ("Frames a second", "-", f"{RATES[0]:g} to {RATES[1]:g} (mean)", "-"),
         ("Time", "-", f"{seconds}; soundtracks {SECONDS[1]:g} s in all of their own", seconds),
         ("Channels", "-", "1 or 2", "1 or 2"),
-        ("Sample rate", "-", *(f"{SAMPLE_RATES[0]} to {SAMPLE_RATES[1]} Hz",) * 2),
-        ("Number", *(str(COUNTS[kind]) for kind in LIMITS)),
+        ("Sample rate", "-", rates, rates),
+        ("Number at most", str(COUNTS["image"]), str(COUNTS["video"]), str(COUNTS["audio"])),
     ]
 
 
@@ -82,7 +88,7 @@ def check_bytes(size: int, kind: Kind, where: str) -> None:
     if not size:
         raise RequestError(where, "an empty file", f"must be {LIMITS[kind].formats_text}")
     if size > maximum:
-        rule = f"{_article(kind)} must have at most {maximum} bytes ({maximum // MIB} MiB)"
+        rule = f"{_article(kind)} must have at most {LIMITS[kind].size_text} ({maximum} bytes)"
         raise RequestError(where, f"{size} bytes", rule)
 
 
@@ -114,9 +120,10 @@ def check_video_seconds(seconds: float, where: str) -> None:
 
 def check_start(start: float, seconds: float, where: str) -> None:
     """Refuses a start time that leaves less than the minimum of a video that lasts `seconds`. Raises RequestError."""
-    latest = math.floor((min(seconds, SECONDS[1]) - SECONDS[0]) * 1000) / 1000
-    if not 0 <= start <= seconds - SECONDS[0]:
-        rule = f"start_time_seconds must be at least 0 and leave {SECONDS[0]:g} s of the video, which lasts {seconds:.3f} s"
+    usable = min(seconds, SECONDS[1])
+    latest = math.floor((usable - SECONDS[0]) * 1000) / 1000
+    if not 0 <= start <= usable - SECONDS[0]:
+        rule = f"start_time_seconds must be at least 0 and leave {SECONDS[0]:g} s of the video's {usable:.3f} s"
         raise RequestError(where, f"start_time_seconds {start}", rule, 0.0 if not start > 0 else latest)
 
 
@@ -199,7 +206,3 @@ def _clamp(value: float, legal: tuple[float, float]) -> float:
 
 def _article(kind: Kind) -> str:
     return {"image": "an image", "video": "a video", "audio": "a sound"}[kind]
-
-
-def _listed(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"

@@ -33,7 +33,7 @@ def decode_image(data: bytes, facts: ImageFacts, where: str) -> NDArray[np.uint8
     converted, colour profiles are left alone. Of 16-bit samples the high byte is kept.
     """
     name = check_format(data, "image", where)
-    with refusing(where, f"a {name} file", "must be decodable"):
+    with refusing(where, f"{name} file", "must be decodable"):
         still = read_still(data, name)
         if still.shown != (facts.width, facts.height):
             rule = "must be the file that the request was resolved with"
@@ -66,7 +66,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         # Pillow would clip these at 255. Sixteen-bit RGB it reads by the high byte, so grey is read so too.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    return image.convert("RGB")
+    # A copy of a large photograph for nothing is what this spares.
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _upright(image: Image.Image, still: Still) -> Image.Image:

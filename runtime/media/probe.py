@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 from runtime.media.container import opened
@@ -43,7 +42,7 @@ def probe(data: bytes, kind: Kind, where: str, start_time_seconds: float = 0.0) 
 
 def _probe_image(data: bytes, where: str) -> ImageFacts:
     name = check_format(data, "image", where)
-    with refusing(where, f"a {name} file", "must be a whole, still image"):
+    with refusing(where, f"{name} file", "must be a whole, still image"):
         width, height = read_still(data, name).shown
     check_sides(width, height, "image", where)
     return ImageFacts(width=width, height=height)
@@ -51,7 +50,7 @@ def _probe_image(data: bytes, where: str) -> ImageFacts:
 
 def _probe_video(data: bytes, where: str, start: float) -> VideoFacts:
     name = check_format(data, "video", where)
-    with refusing(where, f"an {name} file", "must be a whole video"):
+    with refusing(where, f"{name} file", "must be a whole video"):
         movie = read_movie(data)
         if movie.seconds is not None and movie.seconds > SECONDS[1] + SOUNDTRACK_OVERSHOOT:
             check_video_seconds(movie.seconds, where)
@@ -72,7 +71,4 @@ def _check_track(track: Track, start: float, where: str) -> None:
     check_sides(*track.shown, "video", where)
     check_video_seconds(float(track.seconds), where)
     check_rate(track.rate, where)
-    # Not a number is caught by the comparison: it is false for it.
-    if not math.isfinite(start):
-        check_start(math.nan, float(track.seconds), where)
     check_start(start, float(track.seconds), where)

@@ -22,6 +22,8 @@ def refusing(where: str, value: str, rule: str) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    text = " ".join((str(error) or type(error).__name__).split())
+    # FFmpeg's errors carry a number and the name of a C function as well.
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    text = " ".join(said.split())
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= _TEXT_LENGTH else text[: _TEXT_LENGTH - 3] + "..."

@@ -41,7 +41,7 @@ _ID3_TAGS_MAXIMUM = 8
 
 @dataclass(frozen=True)
 class _Sound:
-    """A track of sound, and the time in its container's seconds from which it is wanted; None: from its first sample."""
+    """A track of sound and when it is wanted from, in its container's seconds; None: from its first sample."""
 
     container: InputContainer
     stream: AudioStream
@@ -78,18 +78,20 @@ class _Sound:
         return sum(chunk.shape[1] for chunk in self.chunks(samples))
 
     def _decoded(self) -> Iterator[tuple[NDArray[np.float32], Fraction]]:
-        """All samples as planar float32, each chunk with its frame's time. Only the form changes, rate and layout not."""
+        """All samples as planar float32, each chunk with its frame's time. Rate and layout stay the file's own."""
         resampler = AudioResampler(format="fltp", layout=self.stream.layout, rate=self.rate)
         for packet in packets(self.container, self.stream, self.bytes_maximum):
             for frame in self.stream.decode(packet):
                 time = Fraction(frame.pts or 0) * Fraction(frame.time_base or 0)
-                yield from ((one.to_ndarray(), time) for one in resampler.resample(frame))
+                yield from (
+                    (one.to_ndarray().astype(np.float32, copy=False), time) for one in resampler.resample(frame)
+                )
 
 
 def probe_sound(data: bytes, where: str) -> SoundFacts:
     """What a file of sound holds. Its samples are counted by decoding them. Raises RequestError."""
     name = check_format(data, "audio", where)
-    with refusing(where, f"a {name} file", "must be decodable"), _opened_sound(data, name) as container:
+    with refusing(where, f"{name} file", "must be a whole sound"), _opened_sound(data, name) as container:
         sound = _Sound(container, _sound_stream(container), None, len(data))
         check_sound(sound.rate, sound.channels, where)
         if container.duration and container.duration > (SECONDS[1] + 1) * 1_000_000:
@@ -113,38 +115,36 @@ def probe_soundtrack(container: InputContainer, begin: Fraction, bytes_maximum: 
     if not samples:
         return None
     check_soundtrack_seconds(samples / sound.rate, where)
-    return SoundFacts(
-        sample_rate=sound.rate, channels=sound.channels, samples=min(samples, int(SECONDS[1] * sound.rate))
-    )
+    kept = min(samples, int(SECONDS[1] * sound.rate))
+    return SoundFacts(sample_rate=sound.rate, channels=sound.channels, samples=kept)
 
 
 def decode_sound(data: bytes, where: str, start_time_seconds: float, seconds: float) -> torch.Tensor:
     """A sound, or the soundtrack of a video from its start time on: float32 [2, n] at 32 kHz.
 
     Cut at int(seconds * rate) samples of its own rate, resampled as torchaudio's Resample does by default; mono is
-    given to both channels. Raises RequestError.
+    given to both channels. start_time_seconds is of videos. Raises RequestError.
     """
     import torch
 
     from runtime.media.resample import resample
 
     name = format_of(data)
-    kind = "video" if name in LIMITS["video"].formats else "audio"
-    with refusing(where, f"a {name} file", "must be decodable"):
-        check_format(data, kind, where)
-        wanted = _soundtrack if kind == "video" else _sound
-        waveform, rate = wanted(data, str(name), start_time_seconds, min(seconds, SECONDS[1]))
+    with refusing(where, f"{name} file", "must be decodable"):
+        if name in LIMITS["video"].formats:
+            check_format(data, "video", where)
+            waveform, rate = _soundtrack(data, start_time_seconds, seconds)
+        else:
+            waveform, rate = _sound(data, check_format(data, "audio", where), seconds)
         return resample(torch.from_numpy(waveform).expand(2, -1), rate, MODEL_RATE).contiguous()
 
 
-def _sound(data: bytes, name: str, start: float, seconds: float) -> tuple[NDArray[np.float32], int]:
+def _sound(data: bytes, name: str, seconds: float) -> tuple[NDArray[np.float32], int]:
     with _opened_sound(data, name) as container:
-        stream = _sound_stream(container)
-        begin = None if not start else Fraction(start)
-        return _collected(_Sound(container, stream, begin, len(data)), seconds)
+        return _collected(_Sound(container, _sound_stream(container), None, len(data)), seconds)
 
 
-def _soundtrack(data: bytes, name: str, start: float, seconds: float) -> tuple[NDArray[np.float32], int]:
+def _soundtrack(data: bytes, start: float, seconds: float) -> tuple[NDArray[np.float32], int]:
     movie = read_movie(data)
     with opened(data, "mov") as container:
         zero = read_track(container, video_stream(container), movie, len(data)).zero
@@ -156,7 +156,8 @@ def _soundtrack(data: bytes, name: str, start: float, seconds: float) -> tuple[N
 
 
 def _collected(sound: _Sound, seconds: float) -> tuple[NDArray[np.float32], int]:
-    return np.concatenate(list(sound.chunks(int(seconds * sound.rate))), axis=1), sound.rate
+    samples = int(min(seconds, SECONDS[1]) * sound.rate)
+    return np.concatenate(list(sound.chunks(samples)), axis=1), sound.rate
 
 
 def _opened_sound(data: bytes, name: str) -> AbstractContextManager[InputContainer]:
@@ -182,6 +183,6 @@ def _sound_stream(container: InputContainer) -> AudioStream:
         raise ValueError("it has no track of sound")
     stream = container.streams.audio[0]
     name = stream.codec_context.name
-    if name not in LIMITS["audio"].codecs and not name.startswith("pcm_"):
+    if name not in LIMITS["audio"].sound_codecs and not name.startswith("pcm_"):
         raise ValueError(f"its sound is {name}, not MP3, AAC or PCM")
     return stream

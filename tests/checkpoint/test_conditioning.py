@@ -213,3 +213,79 @@ def test_the_audio_encoder_sees_its_input(diffusers_root: Path) -> None:
     latents = vae.encode(0.2 * torch.randn(2, 1, 8000, generator=generator), return_dict=False)[0].mode()
     assert 0.1 < rms(latents) < 5
     assert rms(latents[0] - latents[1]) > 0.1
+
+
+def test_a_picture_is_heard_by_the_prompt_and_its_colours_differ(
+    reference: Reference, exact_encoder: Qwen3VLForConditionalGeneration
+) -> None:
+    red, blue = _picture((1.0, 0.0, 0.0)), _picture((0.0, 0.0, 1.0))
+    one, other = (_shown(reference.encoder, picture) for picture in (red, blue))
+    picture, prompt = slice(1, 65), slice(66, None)
+    assert rms((one - other)[picture]) > 0.5 * rms(one[picture])
+    assert rms((one - other)[prompt]) > 0.5 * rms(one[prompt])
+    exact = _shown(exact_encoder, red.double())
+    assert (one - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def _picture(colour: tuple[float, float, float]) -> torch.Tensor:
+    """A picture of 16x16 patches of one colour, as the processor flattens it."""
+    patch = (torch.tensor(colour) * 2 - 1).view(3, 1, 1, 1).expand(3, 2, 16, 16)
+    return patch.reshape(1, -1).repeat(256, 1)
+
+
+def _shown(encoder: Qwen3VLForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
+    """Conditioning of a picture and some tokens after it."""
+    start, end, pad = (getattr(encoder.config, f"{n}_token_id") for n in ("vision_start", "vision_end", "image"))
+    tokens = torch.tensor([[start, *[pad] * 64, end, *range(20, 40)]])
+    states = encoder.model(
+        input_ids=tokens,
+        pixel_values=pixels,
+        image_grid_thw=torch.tensor([[1, 16, 16]]),
+        mm_token_type_ids=(tokens == pad).int(),
+        use_cache=False,
+        output_hidden_states=True,
+    ).hidden_states
+    return states[50][0]
+
+
+def test_colours_and_motion_reach_the_normalised_latents_without_saturating(diffusers_root: Path) -> None:
+    vae = AutoencoderKLMiniMaxH3.from_pretrained(diffusers_root / "vae").eval()
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    pixel_mean, pixel_std = (torch.tensor(v).view(1, 3, 1, 1, 1) for v in (PIXEL_MEAN, PIXEL_STD))
+
+    def encode(frames: torch.Tensor) -> torch.Tensor:
+        return vae.quant_conv(vae.encoder(frames))
+
+    colours = [torch.tensor(c).view(1, 3, 1, 1, 1) for c in ((1.0, 0.0, 0.0), (0.0, 0.0, 1.0))]
+    moments = [encode(((c - pixel_mean) / pixel_std).repeat(1, 1, 1, 64, 64)) for c in colours]
+    red, blue = ((m[:, :24] - mean) / std for m in moments)
+    assert 0.2 < rms(red) < 2
+    assert rms(red - blue) > 0.1
+    clip = encode(torch.randn(1, 3, 17, 64, 64, generator=torch.Generator().manual_seed(0)))
+    for found in (*moments, clip):
+        # The posterior clamps log-variances to -30..20.
+        assert found[:, 24:].abs().max() < 12
+    assert (clip[:, :24, 1:] - clip[:, :24, :-1]).abs().mean() > 0.05
+
+
+def test_video_encoder_float32_agrees_with_float64(diffusers_root: Path) -> None:
+    vae = AutoencoderKLMiniMaxH3.from_pretrained(diffusers_root / "vae").eval()
+    frames = torch.randn(1, 3, 5, 48, 48, generator=torch.Generator().manual_seed(0))
+    single = vae.quant_conv(vae.encoder(frames))
+    vae = vae.double()
+    double = vae.quant_conv(vae.encoder(frames.double()))
+    assert (single - double).abs().max() < 1e-5 * double.abs().max()
+
+
+def test_sounds_have_normalised_latents_of_order_one(diffusers_root: Path) -> None:
+    vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(diffusers_root / "audio_vae").eval()
+    mean, std = (torch.tensor(values).view(1, -1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    time = torch.arange(8000) / 32_000
+    low, high = (0.5 * torch.sin(2 * torch.pi * pitch * time).repeat(2, 1, 1) for pitch in (440, 3000))
+    noise = 0.2 * torch.randn(2, 1, 8000, generator=torch.Generator().manual_seed(0))
+    latents = [(vae.encode(sound).latent_dist.mode() - mean) / std for sound in (low, high, noise)]
+    for one in latents:
+        assert 0.3 < rms(one) < 2
+    assert min(rms(one - other) for one, other in pairwise(latents)) > 0.1
+    exact = vae.double().encode(noise.double()).latent_dist.mode()
+    assert ((latents[2] * std + mean) - exact).abs().max() < 1e-4

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines import machine
-from engines.profile import PROFILES, Profile, ProfileError
+from engines.profile import PROFILES, Attention, Profile, ProfileError
 
 CPU = (PROFILES / "cpu.toml").read_text()
 B300 = (PROFILES / "b300.toml").read_text()
@@ -39,11 +39,11 @@ def test_a_profile_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
         ('"bound"', '"glued"', "weights = 'glued': must be 'bound' or 'baked'"),
         ('"float32"', '"bfloat16"', "precision.text_encoder = 'bfloat16': must be 'float32' with backend"),
         ('"onnxruntime"', '"abacus"', "backend = 'abacus': must be 'onnxruntime'"),
-        ('["fl2va"]', '["ref2va"]', "partitions = ['ref2va']: must name fl2va, which text to video"),
-        ('["fl2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),
-        ('["fl2va"]', "[]", "partitions = []: must not be empty"),
-        ('["fl2va"]', '["t2va"]', "partitions.0 = 't2va': must be 'fl2va' or 'ref2va'"),
-        ('["fl2va"]', '"fl2va"', "partitions = 'fl2va': must be a list"),
+        ('["fl2va", "ref2va"]', '["ref2va"]', "partitions = ['ref2va']: must name fl2va, which text to video"),
+        ('["fl2va", "ref2va"]', '["fl2va", "fl2va"]', "partitions = ['fl2va', 'fl2va']: must name each partition once"),
+        ('["fl2va", "ref2va"]', "[]", "partitions = []: must not be empty"),
+        ('["fl2va", "ref2va"]', '["t2va"]', "partitions.0 = 't2va': must be 'fl2va' or 'ref2va'"),
+        ('["fl2va", "ref2va"]', '"fl2va"', "partitions = 'fl2va': must be a list"),
         ('threads = "auto"', 'threads = "auto"\nname = "x"', "name = 'x': must not be given"),
         ('threads = "auto"', "ranks = 2", "ranks = 2: must be a table"),
         ('"80%"', '"\u0668\u0660%"', "memory = '\u0668\u0660%': must be a share"),
@@ -74,16 +74,16 @@ def test_a_mistake_is_named_by_file_key_value_and_rule(tmp_path: Path, old: str,
             f"shapes.audio_rows = [{shown}]: must be a list of whole numbers from 1, each above",
         )
         for size, wrong, shown in [
-            ("2048", "", ""),
-            ("2048", "0", "0"),
-            ("2048", "2048, 512", "2048, 512"),
-            ("2048", '"many"', "'many'"),
-            ("2048", "true", "True"),
-            ("2048", "1.5", "1.5"),
+            ("4096", "", ""),
+            ("4096", "0", "0"),
+            ("4096", "4096, 512", "4096, 512"),
+            ("4096", '"many"', "'many'"),
+            ("4096", "true", "True"),
+            ("4096", "1.5", "1.5"),
         ]
     ]
     + [
-        ("[2048]", "2048", "shapes.audio_rows = 2048: must be a list of whole numbers"),
+        ("[4096]", "2048", "shapes.audio_rows = 2048: must be a list of whole numbers"),
         ("audio_rows", "audio_row", "shapes.audio_row: unknown key; must be 'rows', "),
         *(
             ('denoiser = "resident"', f"denoiser = {wrong}", f'residency.denoiser = {shown}: must be "resident", ')
@@ -141,3 +141,35 @@ def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
     assert machine.memory_bytes(tmp_path) == 1048576
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.memory_bytes(tmp_path) == physical
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ('blocks = "skip"', "attention.skip_threshold = 0: must be above 0 with blocks that"),
+        (
+            'blocks = "sage"\nskip_threshold = 0.001',
+            "attention.skip_threshold = 0.001: must be above 0 with blocks that",
+        ),
+        ('blocks = "skip"\nskip_threshold = 1.5', "attention.skip_threshold = 1.5: must be less than or equal to 1"),
+        ('blocks = "vsa"', "attention.blocks = 'vsa': must be 'dense', 'sage', 'skip' or 'sage+skip'"),
+    ],
+)
+def test_attention_that_cannot_be_is_refused(tmp_path: Path, lines: str, rule: str) -> None:
+    text = (PROFILES / "cpu.toml").read_text().replace('blocks = "dense"', lines)
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ProfileError) as error:
+        Profile.load(tmp_path / "mine.toml")
+    assert rule in str(error.value)
+
+
+def test_attention_without_a_kernel_in_the_backend_is_refused(tmp_path: Path) -> None:
+    text = (PROFILES / "h200.toml").read_text().replace('blocks = "dense"', 'blocks = "sage"')
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ProfileError, match="must be 'dense' with backend = 'tensorrt'; 'inductor' has kernels for it"):
+        Profile.load(tmp_path / "mine.toml")
+
+
+def test_tiles_are_skipped_once_there_is_less_noise_than_the_gate() -> None:
+    attention = Attention(blocks="skip", refiner="dense", skip_threshold=0.01, skip_below=0.97)
+    assert [attention.threshold_at(sigma) for sigma in (1.0, 0.98, 0.97, 0.5)] == [0, 0, 0.01, 0.01]

@@ -25,7 +25,7 @@ from export.checkpoint import Checkpoint
 from export.checkpoint.safetensors_file import write_tensors
 from export.emit import Emitted, emit
 from export.graphs.graph import Graph
-from export.graphs.t2va import check_consumption
+from export.graphs.model import check_consumption
 from export.miniature import write_sparse_released
 from export.passes.native_fp4 import native_fp4
 from export.schemes import Fp8Linear

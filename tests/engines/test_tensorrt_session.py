@@ -63,7 +63,7 @@ class Shop:
             attention=Attention(blocks="dense", refiner="dense"),
             residency=Residency(
                 text_encoder="resident", modulation="resident", denoiser=denoiser,  # type: ignore[arg-type]
-                video_decoder="resident", audio_decoder="swapped",
+                video_encoder="swapped", audio_encoder="swapped", video_decoder="resident", audio_decoder="swapped",
             ),
         )  # fmt: skip
         places = iter(range(1, len(data), 4))
@@ -239,6 +239,25 @@ def test_swapped_weights_are_read_again_for_the_next_stage_and_resident_ones_are
     assert len(shop.gpu.allocated) > count
 
 
+def test_partitions_share_what_is_the_same_for_both_on_the_gpu(shop: Shop) -> None:
+    store = shop.store()
+    blocks = store.manifest.bindings["fl2va"]["block"]
+    theirs = {**store.manifest.bindings["fl2va"], "block": tuple(reversed(blocks))}
+    bindings = {**store.manifest.bindings, "ref2va": theirs}
+    both = EngineStore(shop.root, store.manifest.model_copy(update={"bindings": bindings}))
+    graphs = tuple(SCALES)
+    alone, together = HostGpu(), HostGpu()
+    TensorRTEngines(Opening(store, graphs, ("fl2va",)), shop.bindings.flavour(), alone).warm()
+    engines = TensorRTEngines(Opening(both, graphs, ("fl2va", "ref2va")), shop.bindings.flavour(), together)
+    engines.warm()
+    # The blocks are there twice, the epilogue once.
+    assert len(together.allocated) - len(alone.allocated) == LAYERS
+    for instance, scale in enumerate(SCALES["block"]):
+        for partition, expected in (("fl2va", scale), ("ref2va", SCALES["block"][-1 - instance])):
+            result = engines.run("block", {"hidden": torch.ones(3)}, instance, partition, {})["out"]  # type: ignore[arg-type]
+            assert result.tolist() == [expected] * 3
+
+
 def test_baked_plans_are_opened_for_each_instance_and_swapped_ones_closed(shop: Shop) -> None:
     engines = shop.open(shop.store(weights="baked"))
     engines.warm()
@@ -287,7 +306,13 @@ def test_an_engine_set_runs_on_it_as_on_any_backend(shop: Shop, monkeypatch: pyt
 
 def test_the_refiner_s_weights_live_where_the_text_encoder_s_do() -> None:
     residency = Residency(
-        text_encoder="swapped", modulation="streamed", denoiser=2, video_decoder="resident", audio_decoder="resident"
+        text_encoder="swapped",
+        video_encoder="swapped",
+        audio_encoder="swapped",
+        modulation="streamed",
+        denoiser=2,
+        video_decoder="resident",
+        audio_decoder="resident",
     )
     assert place(residency, "context", 1) == place(residency, "text_encoder.embedding", 1)
     assert place(residency, "context", 1).swapped

@@ -11,7 +11,7 @@ import torch
 
 from export.checkpoint import Checkpoint, Stored
 from export.graphs.graph import Graph
-from export.graphs.t2va import Compute, ConsumptionError, check_consumption, t2va_graphs
+from export.graphs.model import Compute, ConsumptionError, check_consumption, model_graphs
 from export.miniature import write_miniature
 
 Change = Callable[[dict[str, Stored]], None]
@@ -26,7 +26,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def graphs(checkpoint: Checkpoint) -> tuple[Graph, ...]:
-    return t2va_graphs(checkpoint, "fl2va", Compute.uniform(torch.float32))
+    return model_graphs(checkpoint, "fl2va", Compute.uniform(torch.float32))
 
 
 def changed(graphs: tuple[Graph, ...], name: str, change: Change) -> tuple[Graph, ...]:
@@ -48,10 +48,10 @@ def problems(checkpoint: Checkpoint, graphs: tuple[Graph, ...]) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_t2va_uses_every_tensor_of_both_partitions_once(checkpoint: Checkpoint) -> None:
+def test_the_model_uses_every_tensor_of_both_partitions_once(checkpoint: Checkpoint) -> None:
     for partition in ("fl2va", "ref2va"):
         for segmented in (False, True):
-            graphs = t2va_graphs(checkpoint, partition, Compute.uniform(torch.float32), segmented)
+            graphs = model_graphs(checkpoint, partition, Compute.uniform(torch.float32), segmented)
             assert any(graph.name == "block.project" for graph in graphs) is segmented
             check_consumption(checkpoint, graphs, partition)
 
@@ -95,7 +95,7 @@ def test_missing_tensor_is_named(checkpoint: Checkpoint, graphs: tuple[Graph, ..
 
 
 def test_weights_of_the_other_partition_are_not_this_ones(checkpoint: Checkpoint) -> None:
-    other = t2va_graphs(checkpoint, "ref2va", Compute.uniform(torch.float32))
+    other = model_graphs(checkpoint, "ref2va", Compute.uniform(torch.float32))
     assert any("found no such tensor" in problem for problem in problems(checkpoint, other))
 
 

@@ -16,10 +16,10 @@ import json, sys, time
 import torch
 from export.checkpoint import Checkpoint
 from export.emit import emit
-from export.graphs.t2va import Compute, check_consumption, t2va_graphs
+from export.graphs.model import Compute, check_consumption, model_graphs
 
 checkpoint = Checkpoint.open(sys.argv[1])
-graphs = t2va_graphs(checkpoint, "fl2va", Compute.uniform(torch.bfloat16))
+graphs = model_graphs(checkpoint, "fl2va", Compute.uniform(torch.bfloat16))
 check_consumption(checkpoint, graphs, "fl2va")
 report = {}
 for graph in graphs:
@@ -50,6 +50,17 @@ DENOISER = {
 """Instances of the denoiser's graphs."""
 
 
+ENCODERS = {
+    "vision_encoder.embed": 1,
+    "vision_encoder.block": 27,
+    "vision_encoder.deepstack": 3,
+    "vision_encoder.merger": 1,
+    "video_encoder_tile": 1,
+    "audio_encoder": 1,
+}
+"""Instances of the graphs that encode references."""
+
+
 def export_released(directory: Path, layout: str, *names: str) -> dict:
     """Exports the named graphs (all, if none is named) in a process of their own."""
     write_sparse_released(directory / "released", layout)
@@ -73,6 +84,9 @@ def test_everything_exports_in_little_memory(tmp_path: Path) -> None:
     assert report["peak"] < 1.5e9
     check_denoiser(report)
     assert report["graphs"]["text_encoder.layer"]["instances"] == 50
+    assert {name: report["graphs"][name]["instances"] for name in ENCODERS} == ENCODERS
+    # spec/model.md 1e: the encoder's parameters and those of the pointwise convolution after it, float32.
+    assert report["graphs"]["video_encoder_tile"]["bound"] == 4 * (180_335_536 + 48 * 48 + 48)
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import torch
 
 from runtime.denoiser import Modulation, ModulationCache
 from runtime.events import Cancellation, Cancelled, Event
+from runtime.intake import Taken
 from runtime.pipeline import Pipeline
 from runtime.probe import inspect_mp4
-from runtime.request import Resolved
 
 SMALLEST: dict[str, Any] = {"duration": 4, "aspect_ratio": "1:1", "width": 256, "height": 256}
 PROMPT = "A red fox runs over fresh snow"
@@ -24,13 +24,14 @@ def pipeline(store: Path) -> Pipeline:
     return Pipeline.open(store)
 
 
-def request(pipeline: Pipeline, prompt: str = PROMPT, **changes: Any) -> Resolved:
-    return pipeline.resolve(prompt, {**SMALLEST, "num_inference_steps": 2, "seed": 7, **changes})
+def request(pipeline: Pipeline, prompt: str = PROMPT, **changes: Any) -> Taken:
+    return pipeline.take(prompt, {**SMALLEST, "num_inference_steps": 2, "seed": 7, **changes})
 
 
-def latents(pipeline: Pipeline, resolved: Resolved) -> tuple[torch.Tensor, torch.Tensor]:
-    text = pipeline.encode(pipeline.tokenize(resolved), lambda event: None, Cancellation())
-    return pipeline.denoise(resolved, text, lambda event: None, Cancellation())
+def latents(pipeline: Pipeline, taken: Taken) -> tuple[torch.Tensor, torch.Tensor]:
+    encoded = pipeline.encode(taken, lambda event: None, Cancellation())
+    (found,) = pipeline.denoise(taken.resolved, encoded, lambda event: None, Cancellation())
+    return found
 
 
 def rms(tensor: torch.Tensor) -> float:
@@ -38,8 +39,8 @@ def rms(tensor: torch.Tensor) -> float:
 
 
 def test_a_request_gives_the_same_bytes_twice_and_what_it_asked_for(pipeline: Pipeline) -> None:
-    resolved = request(pipeline)
-    clips = [pipeline.generate(resolved, lambda event: None, Cancellation()) for _ in range(2)]
+    taken, resolved = request(pipeline), request(pipeline).resolved
+    clips = [clip for _ in range(2) for clip in pipeline.generate(taken, lambda event: None, Cancellation())]
     assert clips[0] == clips[1]
     report = inspect_mp4(clips[0])
     assert report.problems(resolved.width, resolved.height, resolved.frames) == []
@@ -59,14 +60,14 @@ def test_seed_and_prompt_move_the_final_latents(pipeline: Pipeline) -> None:
 
 
 def test_both_seed_conventions_share_the_video_noise_only(pipeline: Pipeline) -> None:
-    ours = pipeline.noise(request(pipeline))
-    theirs = pipeline.noise(request(pipeline, seed_convention="vllm-omni"))
+    ours = pipeline.noise(request(pipeline).resolved)
+    theirs = pipeline.noise(request(pipeline, seed_convention="vllm-omni").resolved)
     assert torch.equal(ours.video, theirs.video)
     assert not torch.equal(ours.audio_rows, theirs.audio_rows)
 
 
 @pytest.mark.parametrize(
-    ("stage", "unit"), [("encode", "text encoder layer"), ("denoise", "transformer block"), ("decode", "decoder tile")]
+    ("stage", "unit"), [("encode", "text encoder layer"), ("denoise", "forward"), ("decode", "decoder tile")]
 )
 def test_a_cancelled_request_does_no_further_unit_of_work(pipeline: Pipeline, stage: str, unit: str) -> None:
     cancellation, seen = Cancellation(), []
@@ -77,15 +78,15 @@ def test_a_cancelled_request_does_no_further_unit_of_work(pipeline: Pipeline, st
             cancellation.cancel()
 
     with pytest.raises(Cancelled, match=unit):
-        pipeline.generate(request(pipeline), cancel_in_stage, cancellation)
+        list(pipeline.generate(request(pipeline), cancel_in_stage, cancellation))
     assert (seen[-1].stage, seen[-1].index) == (stage, 1), "one unit was done, and nothing after it"
-    assert pipeline.generate(request(pipeline), lambda event: None, Cancellation())
+    assert all(pipeline.generate(request(pipeline), lambda event: None, Cancellation()))
 
 
 def test_progress_counts_every_unit_of_every_stage(pipeline: Pipeline) -> None:
     events: list[Event] = []
-    resolved = request(pipeline)
-    pipeline.generate(resolved, events.append, Cancellation())
+    taken, resolved = request(pipeline), request(pipeline).resolved
+    assert len(list(pipeline.generate(taken, events.append, Cancellation()))) == 1
     totals = {"encode": 50, "denoise": resolved.forwards, "decode": (resolved.frames - 5) // 17}
     for stage, total in totals.items():
         assert [e.index for e in events if e.stage == stage] == list(range(total + 1))
@@ -95,10 +96,10 @@ def test_progress_counts_every_unit_of_every_stage(pipeline: Pipeline) -> None:
 
 def test_only_the_engines_of_the_opened_stages_run(store: Path) -> None:
     pipeline = Pipeline.open(store, stages=("encode",))
-    resolved = request(pipeline)
-    text = pipeline.encode(pipeline.tokenize(resolved), lambda event: None, Cancellation())
+    taken = request(pipeline)
+    encoded = pipeline.encode(taken, lambda event: None, Cancellation())
     with pytest.raises(ValueError, match="not open"):
-        pipeline.denoise(resolved, text, lambda event: None, Cancellation())
+        list(pipeline.denoise(taken.resolved, encoded, lambda event: None, Cancellation()))
 
 
 def graphs_run(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -133,7 +134,7 @@ def test_tables_are_made_layer_by_layer_before_the_first_step_and_their_weights_
     for graph in ("context", "modulation.adaln"):
         assert order.index(f"leaves {graph}") < order.index("prologue")
     ran.clear()
-    monkeypatch.setattr(pipeline._denoiser, "_cache", ModulationCache(limit=0))
+    monkeypatch.setattr(pipeline._denoisers["fl2va"], "_cache", ModulationCache(limit=0))
     for ours, theirs in zip(first, latents(pipeline, request(pipeline)), strict=True):
         assert torch.equal(ours, theirs), "a host without room for a schedule makes a table for each step"
     assert [i for graph, i in ran if graph == "modulation.adaln"] == [*range(instances)] * 2

@@ -27,18 +27,19 @@ def segmented(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile.write_text(f"row_chunk = {ROW_CHUNK}\n" + (PROFILES / "cpu.toml").read_text())
     shutil.copytree(store, directory / "engines")
     report = build(EngineStore.open(store).manifest.checkpoint.root, profile, directory / "engines")
-    assert {step.split(".")[0] for step in report.built} == {"fl2va", "block", "manifest"}
+    assert {step.split(".")[0] for step in report.built} == {"fl2va", "ref2va", "block", "manifest"}
     return report.store
 
 
 def latents(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
     pipeline = Pipeline.open(store, stages=("encode", "denoise"))
-    resolved = pipeline.resolve("A red fox runs over fresh snow", SMALLEST)
-    text = pipeline.encode(pipeline.tokenize(resolved), lambda event: None, Cancellation())
-    rows = pipeline.layout(resolved, len(text)).rows
+    taken = pipeline.take("A red fox runs over fresh snow", SMALLEST)
+    encoded = pipeline.encode(taken, lambda event: None, Cancellation())
+    rows = pipeline.layout(taken.resolved, encoded.tags).rows
     assert rows > 3 * ROW_CHUNK
     assert rows % ROW_CHUNK, "the last chunk is a shorter one"
-    return pipeline.denoise(resolved, text, lambda event: None, Cancellation())
+    (found,) = pipeline.denoise(taken.resolved, encoded, lambda event: None, Cancellation())
+    return found
 
 
 def test_a_request_in_chunks_is_the_request(store: Path, segmented: Path) -> None:

@@ -25,12 +25,13 @@ def test_engines_and_pipeline_agree_with_torch_and_diffusers(store: Path) -> Non
     report = verify(store, forwards=2, seed=3, progress=lambda check: None)
     assert report.failed == ()
     measured = {check.title: check for check in report.checks}
-    for name in ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices"):
-        assert measured[f"layout: {name}, unequal elements"].measured == 0
-    assert measured["noise: video rows, unequal elements"].measured == 0
-    assert measured["noise: audio rows, unequal elements"].measured == 0
-    assert measured["pipeline: final video latents"].measured <= 1e-4
-    assert measured["pipeline: final audio latents"].measured <= 1e-4
+    for task in ("t2va", "fl2va", "ref2va"):
+        for name in ("token_tags", "position_ids", "text_indices", "audio_indices", "video_indices", "timesteps"):
+            assert measured[f"{task} layout: {name}, unequal elements"].measured == 0
+        assert measured[f"{task} noise: video rows, unequal elements"].measured == 0
+        assert measured[f"{task} noise: audio rows, unequal elements"].measured == 0
+        assert measured[f"{task}: final video latents"].measured <= 1e-4
+        assert measured[f"{task}: final audio latents"].measured <= 1e-4
     assert measured["media: frames, PSNR in dB"].measured >= 50
     assert measured["media: waveform"].measured <= 1e-4
     assert json.loads(report.to_json())["passed"] is True
@@ -82,8 +83,9 @@ def test_an_engine_that_is_not_finite_at_its_last_trial_only_is_seen(
 
     monkeypatch.setattr(verification, "profile_graphs", only_epilogue)
     monkeypatch.setattr(engines, "run", broken)
-    (check,) = engine_checks(engines, Checkpoint.open(engines.manifest.checkpoint.root))
-    assert not check.passed
+    checks = list(engine_checks(engines, Checkpoint.open(engines.manifest.checkpoint.root)))
+    assert [check.name for check in checks] == [f"{partition} epilogue[0]" for partition in ("fl2va", "ref2va")]
+    assert not any(check.passed for check in checks)
 
 
 def _epilogue_trials(engines: EngineSet) -> tuple[Mapping[str, int], ...]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from diffusers import AutoencoderKLMiniMaxH3
+from torch.utils.flop_counter import FlopCounterMode
 
 from engines.plan import Plan, Workload, make_plan
+from engines.plan.conditions import tile_products
 from engines.plan.weights import graph_weights
 from engines.profile import Profile
+from export.checkpoint.components.video_vae import VideoVAEConfig
 from export.checkpoint.outline import Outline
 
 
@@ -27,11 +32,51 @@ def test_the_projections_that_leave_the_loop_are_13_billion_parameters(outline: 
 
 
 def test_the_encoder_that_is_used_has_its_published_size(outline: Outline) -> None:
-    # 51.5 GB with the vision tower and all of its mergers, which text to video does not load: 1.15 GB of it.
+    # 51.5 GB, with the vision tower and all of its mergers.
     weights = graph_weights(outline)
-    language = sum(sum(weights[f"text_encoder.{part}"].nbytes("bfloat16")) for part in ("embedding", "layer"))
-    vision = sum(d.nbytes for name, d in outline.parameters["text_encoder"].items() if "visual" in name)
-    assert language + vision == pytest.approx(51.5e9, abs=0.05e9)
+    encoders = [graph for name, graph in weights.items() if name.startswith(("text_encoder.", "vision_encoder."))]
+    assert sum(sum(graph.nbytes("bfloat16")) for graph in encoders) == pytest.approx(51.5e9, abs=0.05e9)
+
+
+def test_every_encoder_of_references_has_its_published_parameters(outline: Outline) -> None:
+    weights = graph_weights(outline)
+    sizes = {name: sum(weights[name].nbytes("float32")) // 4 for name in ("video_encoder_tile", "audio_encoder")}
+    # 180,335,536 of the encoder and 48 x 48 + 48 of the pointwise convolution after it (spec/model.md 1e).
+    assert sizes["video_encoder_tile"] == 180_335_536 + 48 * 48 + 48
+    # 151,321,489 parameters and zero biases of keys, less the decoder's and the deviation's (spec/model.md 1f).
+    decoder = sum(weights["audio_decoder"].nbytes("float32")) // 4
+    filters = sum(math.prod(d.shape or ()) for n, d in outline.parameters["audio_vae"].items() if "filter" in n)
+    assert sizes["audio_encoder"] == 151_321_489 - (decoder - filters) - (32 * 32 + 32) + 2048
+
+
+def test_references_bring_their_rows_and_their_encoders_runs(outline: Outline) -> None:
+    """Sizes of spec/contract.md 1.6 and spec/model.md 3.5, 6.4 and 7.2."""
+    workload = Workload(seconds=5, images=1, videos=1, sounds=1, forwards=1)
+    bare = make_plan(Profile.load("b300"), outline, workload.model_copy(update={"images": 0, "videos": 0, "sounds": 0}))
+    plan = make_plan(Profile.load("b300"), outline, workload)
+    # A 16:9 image is 3648x2048: 114 x 64 rows of the model, and as many of the language model.
+    # A video of 5 s is cut to 107 frames, 32 latent frames of 24 x 42 rows; the language model sees five pairs.
+    assert plan.rows.video - bare.rows.video == 114 * 64 + 32 * 24 * 42
+    assert plan.rows.text - bare.rows.text == 114 * 64 + 5 * 24 * 42
+    # 5 s of the sound and of the video's own, 200 latents for each of two channels.
+    assert plan.rows.audio - bare.rows.audio == 2 * 2 * 200
+    assert plan.graph("vision_encoder.block").runs == 27 * (1 + 5)
+    # 11 x 19 tiles of the image, 7 clips of 4 x 7 tiles, shared by eight GPUs.
+    assert plan.graph("video_encoder_tile").runs == -(-209 // 8) + -(-7 * 28 // 8)
+    assert plan.graph("audio_encoder").runs == 2
+    assert {bare.graph(graph).runs for graph in ("vision_encoder.merger", "video_encoder_tile", "audio_encoder")} == {0}
+    assert bare.stage("encode_video").flops == 0 < plan.stage("encode_video").flops
+
+
+def test_an_encoder_tile_takes_the_operations_that_torch_counts(outline: Outline) -> None:
+    config = outline.configs["video_vae"]
+    assert isinstance(config, VideoVAEConfig)
+    with torch.device("meta"):
+        encoder = AutoencoderKLMiniMaxH3(**config.model_dump()).encoder
+    for frames in (1, 17):
+        with FlopCounterMode(display=False) as counter:
+            encoder(torch.empty(1, 3, frames, 256, 256, device="meta"))
+        assert counter.get_total_flops() == 2 * tile_products(config, frames, 256)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET, Op
 from plugins.ops.attention import OP as ATTENTION
+from plugins.ops.frame_norm import OP as FRAME_NORM
 from plugins.ops.gated_residual import OP as GATED_RESIDUAL
 from plugins.ops.modulated_rms_norm import OP as MODULATED_RMS_NORM
 from plugins.ops.norm_rotary import OP as NORM_ROTARY
+from plugins.ops.snake import OP as SNAKE
 from plugins.ops.swiglu import OP as SWIGLU
 from plugins.registry import REGISTRY, find
 
@@ -64,12 +66,29 @@ def _gated_residual(x, update, gate, index) -> np.ndarray:
     return np.stack([x[i] + gate[r] * update[i] for i, r in enumerate(index.tolist())])
 
 
+def _snake(x: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    return x + np.sin(alpha * x) ** 2 / (alpha + 1e-9)
+
+
+def _frame_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, groups: int, eps: float) -> np.ndarray:
+    result = np.empty_like(x)
+    for frame in range(x.shape[2]):
+        for rows in np.split(np.arange(x.shape[1]), groups):
+            part = x[0, rows, frame]
+            normed = (part - part.mean()) / np.sqrt(part.var() + eps)
+            scaled = normed * weight[rows, None, None] + bias[rows, None, None]
+            result[0, rows, frame] = scaled / (1 + np.exp(-scaled))
+    return result
+
+
 FORMULAS = {
     "Attention": _softmax_attention,
     "modulated_rms_norm": _modulated,
     "norm_rotary": _norm_rotary,
     "gated_residual": _gated_residual,
     "swiglu": lambda gate, up: up * gate / (1 + np.exp(-gate)),
+    "snake": _snake,
+    "frame_norm": _frame_norm,
 }
 
 
@@ -121,7 +140,26 @@ def swiglu_cases(draw: st.DrawFn) -> Case:
     return Case(SWIGLU, halves.chunk(2, -1))
 
 
-CASES = st.one_of(attention_cases(), norm_cases(), rotary_cases(), gated_cases(), swiglu_cases())
+def snake_cases(draw: st.DrawFn) -> Case:
+    batch, channels, length = (draw(st.integers(1, n)) for n in (2, 5, 40))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(batch, channels, length, generator=generator)
+    return Case(SNAKE, (x, torch.rand(1, channels, 1, generator=generator) + 0.5))
+
+
+@st.composite
+def frame_norm_cases(draw: st.DrawFn) -> Case:
+    """At least 16 values a group: the mean of fewer may cancel most of them."""
+    groups, width, frames, side = (draw(st.integers(1, n)) for n in (4, 3, 5, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(1, groups * width, frames, side + 3, side + 4, generator=generator)
+    weight, bias = torch.randn(2, groups * width, generator=generator)
+    return Case(FRAME_NORM, (x, weight, bias, groups, draw(st.sampled_from([1e-6, 1e-2]))))
+
+
+CASES = st.one_of(
+    attention_cases(), norm_cases(), rotary_cases(), gated_cases(), swiglu_cases(), snake_cases(), frame_norm_cases()
+)
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:

@@ -13,7 +13,10 @@ from engines.profile import Attention, Precision, Profile
 from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
 from plugins.shape import Shape, legal_frames
 from runtime.admission import Load, MemoryModel, canvases_like
+from runtime.condition_memory import EncoderSizes
+from runtime.media.facts import Facts
 from runtime.request import RequestError, Resolved, resolve
+from tests.request.media_vectors import IMAGE, SOUND, SOUND_VIDEO, resolve_with
 from tests.request.sizes import MINIATURE, RELEASED
 
 GIB = 1 << 30
@@ -77,7 +80,22 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
     tile = EngineRecord.model_construct(
         weights=tuple(TensorRecord(name=str(shape), dtype="float32", shape=shape) for shape in weights)
     )
-    prologue = EngineRecord.model_construct(axes={"rows": AxisRecord(minimum=1, maximum=5000, multiple=1)})
+    axes = {"rows": 5000, "text_rows": 600, "video_rows": 700, "audio_rows": 800, "vision_rows": 900}
+    rows = EngineRecord.model_construct(
+        axes={name: AxisRecord(minimum=1, maximum=most, multiple=1) for name, most in axes.items()}
+    )
+    encoders = {
+        name: EngineRecord.model_construct(
+            weights=(
+                TensorRecord(name="first", dtype="float32", shape=first),
+                TensorRecord(name="second", dtype="float32", shape=(256, *second)),
+            )
+        )
+        for name, first, second in (
+            ("video_encoder_tile", (96, 3, 3, 3, 3), (96, 3, 3, 3)),
+            ("audio_encoder", (40, 1, 7), (40, 4)),
+        )
+    }
     profile = Profile(
         name="p",
         backend="onnxruntime",
@@ -90,9 +108,71 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
         row_chunk=512,
     )
     manifest = Manifest.model_construct(
-        profile=profile, dimensions=MINIATURE, graphs={"video_decoder_tile": tile, "prologue": prologue}
+        profile=profile,
+        dimensions=MINIATURE,
+        graphs={
+            "video_decoder_tile": tile,
+            **dict.fromkeys(("prologue", "text_encoder.layer", "vision_encoder.block"), rows),
+            **encoders,
+        },
     )
-    assert MemoryModel.of(manifest) == MemoryModel(MINIATURE, GIB, 5000, tile_features=3072, row_chunk=512)
+    del axes["rows"]
+    assert MemoryModel.of(manifest) == MemoryModel(
+        MINIATURE, GIB, 5000, tile_features=3072, row_chunk=512, encoders=EncoderSizes(96, 40), axes=axes
+    )
+
+
+def _references(*media: Facts, **params: object) -> Resolved:
+    given = {"task": "ref2va", "size": "256x256", "duration": 4, "reference_short_edge": 512, **params}
+    return resolve_with("a cat", given, media, MINIATURE)
+
+
+def test_every_reference_needs_memory_and_rows() -> None:
+    model = _model(64 * GIB)
+    alone = model.admit(_request(size="256x256", duration=4), text_rows=100)
+    image, video, sound = (
+        model.admit(_references(*media), text_rows=100)
+        for media in ([IMAGE], [IMAGE, SOUND_VIDEO], [IMAGE, SOUND_VIDEO, SOUND])
+    )
+    assert alone.encode < image.encode < video.encode <= sound.encode
+    assert alone.denoise < image.denoise < video.denoise < sound.denoise
+    assert alone.held < image.held < video.held < sound.held
+    assert alone.decode == sound.decode
+
+
+@pytest.mark.parametrize(
+    ("axis", "most", "name"),
+    [
+        ("vision_rows", 1000, "patches in one picture"),
+        ("video_rows", 2200, "rows of pictures"),
+        ("text_rows", 400, "rows of text and pictures"),
+    ],
+)
+def test_images_beyond_what_the_engines_were_built_for_are_refused_with_the_edge_that_fits(
+    axis: str, most: int, name: str
+) -> None:
+    model, resolved = dataclasses.replace(_model(GIB), axes={axis: most}), _references(IMAGE)
+
+    def text_rows(one: Resolved) -> int:
+        return 100 + math.prod(one.references[0].vision_grid) // 4
+
+    with pytest.raises(RequestError) as caught:
+        model.admit(resolved, text_rows(resolved))
+    assert caught.value.field == "reference_short_edge"
+    assert name in caught.value.rule
+    edge = caught.value.nearest
+    assert isinstance(edge, int)
+    largest, next_larger = (_references(IMAGE, reference_short_edge=one) for one in (edge, edge + 32))
+    model.admit(largest, text_rows(largest))
+    with pytest.raises(RequestError):
+        model.admit(next_larger, text_rows(next_larger))
+
+
+def test_sounds_beyond_what_the_engines_were_built_for_are_refused() -> None:
+    model = dataclasses.replace(_model(GIB), axes={"audio_rows": 400})
+    model.admit(_references(IMAGE), text_rows=100)
+    with pytest.raises(RequestError, match="rows of sound; the engines were built for at most 400"):
+        model.admit(_references(IMAGE, SOUND), text_rows=100)
 
 
 def test_the_denoiser_is_linear_in_rows() -> None:

@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.contract import ASPECT_RATIOS, EXTRA, FIELDS, GROUPS, PROMPT, PROMPT_CHARACTERS, Field, Status
-from runtime.kinds import AspectRatio, Boolean, Choice, Integer, Number, Sides, Text, WholeSeconds
+from runtime.kinds import AspectRatio, Boolean, Choice, Integer, Number, Sides, Step, Text, WholeSeconds
+from runtime.media.facts import Facts
+from runtime.reference_kinds import FrameIndices, MediaUrls, NamedReferences, StartTimes
 from runtime.request import Limits, RequestError, Resolved, parse_params, parse_prompt, resolve, restore
+from tests.request.media_vectors import IMAGE, SOUND, SOUND_VIDEO, TALL, VIDEO, resolve_with
 from tests.request.sizes import RELEASED
 
 _RATIO = {"aspect_ratio": "16:9"}
@@ -31,6 +34,8 @@ def _value(field: Field) -> st.SearchStrategy[Any]:
         return st.sampled_from(field.only)
     if isinstance(kind, Integer):
         return st.integers(kind.minimum, kind.maximum)
+    if isinstance(kind, Step):
+        return st.sampled_from(kind.values)
     if isinstance(kind, Number):
         return st.floats(kind.minimum, kind.maximum)
     if isinstance(kind, Choice | AspectRatio):
@@ -43,15 +48,16 @@ def _value(field: Field) -> st.SearchStrategy[Any]:
 _FREE = [
     field
     for field in FIELDS
-    if not isinstance(field.kind, Sides | WholeSeconds)
-    and field.name not in ("model", "width", "height", "short_edge", "num_inference_steps", "step_convention")
+    if not isinstance(field.kind, Sides | WholeSeconds | NamedReferences | MediaUrls | StartTimes | FrameIndices)
+    and field.name not in ("model", "task", "width", "height", "short_edge", "num_inference_steps", "step_convention")
     and (field.only is None or field.only)
 ]
 _SIDE = st.integers(8, 40).map(lambda cells: 32 * cells)
 _LEGAL = st.fixed_dictionaries(
     {"aspect_ratio": st.sampled_from(ASPECT_RATIOS)},
-    optional={field.name: _value(field) for field in _FREE if field.name != "aspect_ratio"},
+    optional={field.name: _value(field) for field in _FREE if field.name not in ("aspect_ratio", "seed")},
 )
+_FEW_REFERENCES = st.lists(st.sampled_from([IMAGE, TALL, VIDEO, SOUND_VIDEO, SOUND]), min_size=1, max_size=6)
 _CANVAS = st.tuples(_SIDE, _SIDE).filter(lambda sides: max(sides) <= 4 * min(sides))
 _STEPS = st.one_of(
     st.integers(1, 200).map(lambda count: {"num_inference_steps": count}),
@@ -69,6 +75,93 @@ def test_a_resolved_request_survives_json_and_resolves_to_itself(
     assert Resolved.model_validate_json(resolved.model_dump_json()) == resolved
     assert restore(resolved.model_dump_json(), RELEASED) == resolved
     assert resolved.sigma_points == resolved.forwards + 1
+
+
+@settings(deadline=None)
+@given(_LEGAL, _FEW_REFERENCES, st.integers(-(2**63), 2**63 - 11), st.booleans())
+def test_a_request_with_media_survives_json_and_resolves_to_itself(
+    params: dict[str, Any], media: list[Facts], seed: int, named: bool
+) -> None:
+    params |= {"seed": seed} | ({"task": "ref2va"} if named else {})
+    try:
+        resolved = resolve_with("a cat", params, media, RELEASED)
+    except RequestError:
+        # Four videos, sounds alone, keyframes that are none: the vectors say which.
+        return
+    assert restore(resolved.model_dump_json(), RELEASED) == resolved
+    assert sorted(one.kind for one in resolved.references) == sorted(one.kind for one in media)
+    assert resolved.seeds() == tuple(seed + i for i in range(resolved.outputs))
+
+
+def test_references_keep_the_order_in_which_they_are_listed_or_go_by_type() -> None:
+    listed = [{"type": "audio", "index": 0}, {"type": "video", "index": 0}, {"type": "image", "index": 0}]
+    orders = {"as_sent": ["audio", "video", "image"], "by_type": ["image", "video", "audio"]}
+    for order, kinds in orders.items():
+        params = {"references": listed, "reference_order": order}
+        resolved = resolve_with("a cat", params, [IMAGE, VIDEO, SOUND], RELEASED)
+        assert [one.kind for one in resolved.references] == kinds
+
+
+def test_start_times_go_to_videos_as_they_are_sent() -> None:
+    params = {
+        "references": [{"type": "video", "index": 1}, {"type": "video", "index": 0}],
+        "start_time_seconds": [1, 2],
+    }
+    resolved = resolve_with("a cat", params, [VIDEO, SOUND_VIDEO], RELEASED)
+    assert [(one.facts, one.start_time_seconds) for one in resolved.references] == [(SOUND_VIDEO, 1), (VIDEO, 2)]
+
+
+def test_keyframes_are_the_ends_that_were_asked_for() -> None:
+    roles = {(): ("first",), (0,): ("first",), (-1,): ("last",)}
+    for indices, expected in roles.items():
+        params = {"frame_indices": list(indices)} if indices else {}
+        resolved = resolve_with("a cat", params, [IMAGE], RELEASED)
+        assert tuple(one.role for one in resolved.references) == expected
+    both = resolve_with("a cat", {}, [IMAGE, TALL], RELEASED)
+    assert [(one.role, one.width, one.height) for one in both.references] == [("first", 1024, 768), ("last", 1024, 768)]
+
+
+def test_without_its_weights_a_task_is_refused_naming_the_others() -> None:
+    keyframes, references = Limits(tasks=("t2va", "fl2va")), Limits(tasks=("ref2va",))
+    with pytest.raises(RequestError, match=r"^task: got 'ref2va'; needs the weights ref2va.* nearest legal: t2va or"):
+        resolve_with("a cat", {}, [VIDEO], RELEASED, keyframes)
+    with pytest.raises(RequestError, match=r"^task: got 't2va'; needs the weights fl2va.* nearest legal: ref2va"):
+        resolve_with("a cat", {**_RATIO, "task": "t2va"}, [], RELEASED, references)
+    # On a server of ref2va alone, that is what images are for.
+    assert resolve_with("a cat", {}, [IMAGE], RELEASED, references).task == "ref2va"
+    with pytest.raises(RequestError, match=r"^resolved.task"):
+        restore(resolve_with("a cat", {}, [VIDEO], RELEASED).model_dump_json(), RELEASED, keyframes)
+
+
+def test_a_field_of_another_task_is_noted() -> None:
+    notes = resolve_with("a cat", {"aspect_ratio": "1:1", "reference_short_edge": 512}, [IMAGE], RELEASED).notes
+    assert "aspect_ratio has no effect for fl2va" in notes
+    assert "reference_short_edge has no effect for fl2va" in notes
+    assert "frame_indices has no effect for t2va" in _resolve(frame_indices=[0]).notes
+
+
+def test_a_forged_reference_is_refused() -> None:
+    honest = json.loads(resolve_with("a cat", {}, [SOUND_VIDEO, IMAGE], RELEASED).model_dump_json())
+    video = honest["references"][1]
+    assert video["kind"] == "video"
+    forged: dict[str, Any] = {
+        "latent_frames": 10**6,
+        "audio_latents": 0,
+        "encoded_frames": 39,
+        "width": 32,
+        "vision_grid": [1, 2, 2],
+        "timestamps": [],
+        "role": "first",
+        "kind": "image",
+        "facts": {**video["facts"], "frames": 48},
+        "sha256": "../../etc/passwd",
+    }
+    for name, value in forged.items():
+        with pytest.raises(RequestError, match=r"^resolved"):
+            restore(json.dumps({**honest, "references": [honest["references"][0], {**video, name: value}]}), RELEASED)
+    for name in ("condition_video_rows", "condition_audio_rows", "condition_seed", "outputs"):
+        with pytest.raises(RequestError, match=rf"^resolved\.{name}|num_outputs"):
+            restore(json.dumps({**honest, name: 11}), RELEASED)
 
 
 @settings(deadline=None)
@@ -161,7 +254,10 @@ def test_a_value_outside_its_range_is_refused_with_the_field_and_the_bound(field
         assert (caught.value.field, caught.value.rule, caught.value.nearest) == (field.name, kind.rule, bound)
 
 
-@pytest.mark.parametrize("field", [f for f in FIELDS if f.status is not Status.NOT_OFFERED], ids=lambda f: f.name)
+_TYPED = [f for f in FIELDS if f.status is not Status.NOT_OFFERED and "list" not in f.kind.type_name]
+
+
+@pytest.mark.parametrize("field", _TYPED, ids=lambda f: f.name)
 def test_a_value_of_another_type_is_refused_with_the_field(field: Field) -> None:
     wrong = 1 if isinstance(field.kind, Boolean) else True
     values: list[Any] = [wrong, None, [], {}]
@@ -183,7 +279,7 @@ def test_a_field_that_is_not_offered_is_refused_unless_it_is_off(field: Field) -
 
 
 def test_false_and_zero_are_not_each_other() -> None:
-    look_alikes: dict[str, Any] = {"latent_upscale": 0, "start_time_seconds": False, "preencode_batch_frames": 17.0}
+    look_alikes: dict[str, Any] = {"latent_upscale": 0, "preencode_batch_frames": 17.0}
     for name, value in look_alikes.items():
         with pytest.raises(RequestError, match=f"{name}: .* not offered"):
             _resolve(**{name: value})
@@ -251,6 +347,10 @@ def test_the_served_model_may_be_named() -> None:
 def test_limits_of_the_json_itself() -> None:
     assert parse_params('{"user": "' + "x" * (65536 - 12) + '"}')["user"] == "x" * (65536 - 12)
     assert parse_params('{"user": "[[[[[[[[[[[["}') == {"user": "[" * 12}
+    url = "data:image/png;base64," + "A" * 200_000
+    assert parse_params(json.dumps({"image_reference": {"image_url": url}}))["image_reference"]["image_url"] == url
+    with pytest.raises(RequestError, match="at most 89544021 bytes of JSON, data: URLs included"):
+        parse_params('{"user": "data:' + "A" * 89_544_021 + '"}')
     assert parse_params('{"lora": ' + "[" * 7 + "]" * 7 + "}")
     with pytest.raises(RequestError, match="at most 1000 digits"):
         parse_params('{"seed": ' + "1" * 5000 + "}")

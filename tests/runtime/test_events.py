@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from runtime.events import Cancellation, Cancelled, Event, Reporter
+from runtime.events import Cancellation, Cancelled, Event, Reporter, Units
 
 
 def test_reporter_stamps_events_with_the_time_since_it_was_made():
@@ -52,3 +52,28 @@ def test_a_callers_check_is_asked_until_it_says_yes_and_then_stays():
     assert cancellation.cancelled
     assert cancellation.cancelled
     assert next(answers) is False
+
+
+def test_units_are_counted_over_all_parts_of_a_stage() -> None:
+    events: list[Event] = []
+    units = Units("encode", 5, Reporter(events.append, lambda: 0.0), Cancellation())
+    with units.one("the first"):
+        pass
+    units.reach(3)
+    units.reach(2)
+    with units.one("the fourth"):
+        pass
+    units.reach(5)
+    assert [(event.index, event.total) for event in events] == [(0, 5), (1, 5), (3, 5), (4, 5), (5, 5)]
+
+
+def test_a_unit_that_fails_is_not_counted_and_one_after_the_cancellation_does_not_begin() -> None:
+    events: list[Event] = []
+    cancellation = Cancellation()
+    units = Units("encode", 2, Reporter(events.append, lambda: 0.0), cancellation)
+    with pytest.raises(ValueError, match="broken"), units.one("the first"):
+        raise ValueError("broken")
+    cancellation.cancel()
+    with pytest.raises(Cancelled, match="before the second"), units.one("the second"):
+        pytest.fail("it must not begin")
+    assert [event.index for event in events] == [0]

@@ -36,7 +36,14 @@ sides = st.tuples(st.integers(256, 5760), st.integers(256, 5760)).filter(lambda 
 @given(sides)
 def test_keyframes_and_videos_get_the_canvas_that_diffusers_gives_them(size):
     height, width = resolve_canvas_size(*size, 32, 768, 768 * 1344)
-    assert geometry.keyframe_canvas(*size) == geometry.video_size(*size) == (width, height)
+    assert geometry.keyframe_canvas(*size) == geometry.video_size(*size, 768) == (width, height)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sides, st.integers(8, 24).map(lambda n: 32 * n))
+def test_smaller_videos_get_the_canvas_that_diffusers_gives_them(size, short_edge):
+    height, width = resolve_canvas_size(*size, 32, short_edge, 768 * 1344)
+    assert geometry.video_size(*size, short_edge) == (width, height)
 
 
 class Picture(Image.Image):

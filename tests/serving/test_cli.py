@@ -197,7 +197,7 @@ def test_a_missing_triton_names_the_set_up(monkeypatch: pytest.MonkeyPatch) -> N
     ("module", "name", "code"),
     [
         ("export.binding", "BindingError", Exit.CHECKPOINT),
-        ("export.graphs.t2va", "ConsumptionError", Exit.CHECKPOINT),
+        ("export.graphs.model", "ConsumptionError", Exit.CHECKPOINT),
         ("export.emit", "EmitError", Exit.ENGINES),
         ("export.compare", "CompareError", Exit.ENGINES),
         ("export.bake", "BakeError", Exit.ENGINES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -31,10 +32,11 @@ TENSORS = st.builds(
     st.sampled_from(DataType),
     st.lists(st.integers(1, 99) | st.just(DYNAMIC), min_size=1, max_size=4).map(tuple),
 )
+INPUTS = st.builds(dataclasses.replace, TENSORS, optional=st.booleans())
 PYTHON_MODELS = st.builds(
     ModelConfig,
     NAMES,
-    st.lists(TENSORS, max_size=3).map(tuple),
+    st.lists(INPUTS, max_size=3).map(tuple),
     st.lists(TENSORS, max_size=3).map(tuple),
     instance_group=st.builds(
         InstanceGroup,
@@ -90,7 +92,8 @@ def test_the_repository_of_a_store(demonstration: Demonstration, tmp_path: Path)
 
 
 def test_only_small_tensors_cross_model_borders(demonstration: Demonstration, tmp_path: Path) -> None:
-    """Frames do not: between decode's inputs and the MP4 nothing is passed on."""
+    """Frames do not: of pictures and sounds only the files that were sent, latents and rows, and the MP4."""
     ensemble = next(c for c in render(demonstration.store, tmp_path, RepositorySettings()) if c.steps)
     passed = {name for step in ensemble.steps for name in (*step.inputs.values(), *step.outputs.values())}
-    assert passed == {"PROMPT", "PARAMS", "RESOLVED", "TOKENS", "TEXT", "VIDEO", "AUDIO", "MP4"}
+    sent, conditions = {"IMAGES", "VIDEOS", "AUDIOS", "MEDIA"}, {"TAGS", "CONDITION_VIDEO", "CONDITION_AUDIO"}
+    assert passed == {"PROMPT", "PARAMS", "RESOLVED", "TOKENS", "TEXT", "VIDEO", "AUDIO", "MP4"} | sent | conditions

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
@@ -174,32 +175,57 @@ def test_cancelling_mid_denoise_frees_the_server_within_a_step(client: Client) -
 
 def test_the_stages_believe_nothing_they_are_sent(raw: InferenceServerClient) -> None:
     """Clients can call them by themselves."""
-    resolved = _text("RESOLVED", b'{"task": "t2va"}')
-    text = InferInput("TEXT", [1, 1], "FP32")
-    text.set_data_from_numpy(np.zeros((1, 1), np.float32))
+    forged = _text("RESOLVED", b'{"task": "t2va"}')
     with pytest.raises(InferenceServerException, match=r"TEXT.*\[-1,\d+\]"):
-        raw.infer("h3_denoise", [resolved, text])
-    width = raw.get_model_metadata("h3_encode").outputs[0].shape[1]
-    text = InferInput("TEXT", [1, width], "FP32")
-    text.set_data_from_numpy(np.zeros((1, width), np.float32))
-    assert "resolved" in _message(raw, "h3_denoise", [resolved, text])
+        raw.infer("h3_denoise", [forged, *_encoded(raw, width=1)])
+    assert "resolved" in _message(raw, "h3_denoise", [forged, *_encoded(raw)])
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rule"),
+    ("changes", "opening"),
     [
-        ([], "must be from 1 to 8192 tokens"),
-        ([1] * 8193, "must be from 1 to 8192 tokens"),
-        ([-1], "must be from 0 to"),
-        ([10**9], "must be from 0 to"),
+        ({"tags": [1, 1]}, "TAGS: got '2 rows'"),
+        ({"tags": [7]}, "TAGS: got 'another value'"),
+        ({"video": 1}, "CONDITION_VIDEO: got '1 rows'"),
+        ({"audio": 2}, "CONDITION_AUDIO: got '2 rows'"),
     ],
 )
-def test_tokens_outside_the_vocabulary_are_refused(raw: InferenceServerClient, tokens: list[int], rule: str) -> None:
-    tensor = InferInput("TOKENS", [len(tokens)], "INT64")
-    tensor.set_data_from_numpy(np.array(tokens, np.int64))
-    message = _message(raw, "h3_encode", [tensor])
-    assert message.startswith("TOKENS: ")
-    assert rule in message
+def test_rows_that_the_resolved_request_does_not_have_are_refused(
+    client: Client, raw: InferenceServerClient, changes: dict[str, Any], opening: str
+) -> None:
+    resolved = _text("RESOLVED", json.dumps(client.resolve(PROMPT, QUICK)).encode())
+    assert _message(raw, "h3_denoise", [resolved, *_encoded(raw, **changes)]).startswith(opening)
+
+
+def _encoded(
+    raw: InferenceServerClient, width: int = 0, tags: Sequence[int] = (1,), video: int = 0, audio: int = 0
+) -> list[InferInput]:
+    """What h3_encode would give, of one row of text."""
+    shapes = [tensor.shape[1] for tensor in raw.get_model_metadata("h3_encode").outputs]
+    arrays = {
+        "TEXT": np.zeros((1, width or shapes[0]), np.float32),
+        "TAGS": np.array(tags, np.int64),
+        "CONDITION_VIDEO": np.zeros((video, shapes[1]), np.float32),
+        "CONDITION_AUDIO": np.zeros((audio, shapes[2]), np.float32),
+    }
+    return [_numbers(name, array) for name, array in arrays.items()]
+
+
+def _numbers(name: str, array: NDArray[Any]) -> InferInput:
+    tensor = InferInput(name, list(array.shape), {"int64": "INT64", "float32": "FP32"}[str(array.dtype)])
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+@pytest.mark.parametrize("tokens", [[], [1] * 8193, [-1], [10**9]])
+def test_tokens_that_are_not_the_prompt_s_are_refused(
+    client: Client, raw: InferenceServerClient, tokens: list[int]
+) -> None:
+    resolved = _text("RESOLVED", json.dumps(client.resolve(PROMPT, QUICK)).encode())
+    sent = [_numbers(name, np.array(tokens, np.int64)) for name in ("TOKENS", "TAGS")]
+    media = InferInput("MEDIA", [0], "BYTES")
+    media.set_data_from_numpy(np.array([], np.object_))
+    assert _message(raw, "h3_encode", [resolved, *sent, media]).startswith("TOKENS: ")
 
 
 def test_latents_of_another_shape_are_refused(client: Client, raw: InferenceServerClient) -> None:
@@ -207,8 +233,8 @@ def test_latents_of_another_shape_are_refused(client: Client, raw: InferenceServ
     assert Resolved.model_validate_json(json.dumps(resolved)).latent_frames == 32
     video = InferInput("VIDEO", [1, 24, 31, 16, 16], "FP32")
     video.set_data_from_numpy(np.zeros((1, 24, 31, 16, 16), np.float32))
-    audio = InferInput("AUDIO", [2, 32, 178], "FP32")
-    audio.set_data_from_numpy(np.zeros((2, 32, 178), np.float32))
+    audio = InferInput("AUDIO", [1, 2, 32, 178], "FP32")
+    audio.set_data_from_numpy(np.zeros((1, 2, 32, 178), np.float32))
     message = _message(raw, "h3_decode", [_text("RESOLVED", json.dumps(resolved).encode()), video, audio])
     assert message.startswith("VIDEO: got '[1, 24, 31, 16, 16]'; ")
 

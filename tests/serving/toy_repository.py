@@ -7,7 +7,7 @@ from pathlib import Path
 from triton_repo import pbtxt
 from triton_repo.config import EnsembleStep, InstanceGroup, ModelConfig, QueuePolicy, Resource
 from triton_repo.names import ENSEMBLE, PREPARE, STREAM
-from triton_repo.repository import EVENT, MP4, PARAMS, PROMPT, RESOLVED
+from triton_repo.repository import EVENT, INDEX, MP4, PARAMS, PROMPT, RESOLVED, RepositorySettings
 
 QUEUE = QueuePolicy(2)
 DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
@@ -15,7 +15,7 @@ DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
 
 def toy_configs(store: Path) -> list[tuple[ModelConfig, str | None]]:
     """Each model with the file of its source; the ensemble, which comes first, has none."""
-    parameters = {"store": str(store)}
+    parameters = RepositorySettings().parameters(store)
     same = {"PROMPT": "PROMPT", "PARAMS": "PARAMS"}
     steps = (
         EnsembleStep(PREPARE, same, {"RESOLVED": "PREPARED"}),
@@ -28,7 +28,7 @@ def toy_configs(store: Path) -> list[tuple[ModelConfig, str | None]]:
         (ModelConfig(PREPARE, inputs, (RESOLVED,), InstanceGroup(), parameters=parameters), "prepare.py"),
         (ModelConfig("first", inputs, (RESOLVED, MP4), DEVICE, QUEUE, parameters=parameters), "work.py"),
         (ModelConfig("second", inputs, (RESOLVED, MP4), DEVICE, parameters=parameters), "work.py"),
-        (ModelConfig(STREAM, inputs, (EVENT, RESOLVED, MP4), DEVICE, QUEUE, True, parameters), "stream.py"),
+        (ModelConfig(STREAM, inputs, (EVENT, RESOLVED, INDEX, MP4), DEVICE, QUEUE, True, parameters), "stream.py"),
     ]
 
 

@@ -17,8 +17,14 @@ ROWS = 110_592
 """Packed rows of the largest request that the profiles allow."""
 
 MINIATURE = [
+    "vision_encoder.embed",
+    "vision_encoder.block",
+    "vision_encoder.deepstack",
+    "vision_encoder.merger",
     "text_encoder.embedding",
     "text_encoder.layer",
+    pytest.param("video_encoder_tile", marks=pytest.mark.slow),
+    pytest.param("audio_encoder", marks=pytest.mark.slow),
     "context",
     "modulation.time",
     "modulation.adaln",

@@ -10,12 +10,12 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
-from runtime.request import Resolved, restore
+from runtime.request import Resolved
 from triton_repo import adapter
 
 
 class TritonPythonModel(adapter.UnaryModel):
-    """RESOLVED, VIDEO [1, 24, T, h, w], AUDIO [2, 32, A], float32 -> MP4."""
+    """RESOLVED, VIDEO [n, 24, T, h, w], AUDIO [n, 2, 32, A], float32 -> MP4 [n]."""
 
     def open(self, store: Path) -> None:
         """Open the decoders' engines."""
@@ -23,16 +23,18 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline.warm()
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
-        """Decodes and encodes; refuses latents whose shape is not the request's."""
-        resolved = restore(adapter.read_bytes(request, "RESOLVED"), self.pipeline.manifest.dimensions)
+        """Decodes and encodes each output; refuses latents whose shape is not the request's."""
+        resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
         video, audio = (torch.from_dlpack(adapter.read_tensor(request, name)) for name in ("VIDEO", "AUDIO"))
         self._check(resolved, video, audio)
         cancellation = Cancellation(request.is_cancelled)
-        return [
-            adapter.write_bytes("MP4", self.pipeline.decode(resolved, video, audio, lambda event: None, cancellation))
+        clips = [
+            self.pipeline.decode(resolved, video[i : i + 1], audio[i : i + 1], lambda event: None, cancellation)
+            for i in range(resolved.outputs)
         ]
+        return [adapter.write_bytes("MP4", *clips)]
 
     def _check(self, resolved: Resolved, video: torch.Tensor, audio: torch.Tensor) -> None:
         grid = (resolved.latent_frames, resolved.latent_height, resolved.latent_width)
-        adapter.check_shape("VIDEO", video.shape, (*video.shape[:2], *grid))
-        adapter.check_shape("AUDIO", audio.shape, (*audio.shape[:2], resolved.audio_latents))
+        adapter.check_shape("VIDEO", video.shape, (resolved.outputs, video.shape[1], *grid))
+        adapter.check_shape("AUDIO", audio.shape, (resolved.outputs, *audio.shape[1:3], resolved.audio_latents))

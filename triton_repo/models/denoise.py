@@ -1,4 +1,4 @@
-"""h3_denoise: the sampling loop, from the text embedding to the latents of picture and sound."""
+"""h3_denoise: the sampling loop, from the encoded conditions to the latents of picture and sound of each output."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
-from runtime.pipeline import Pipeline
-from runtime.request import restore
+from runtime.pipeline import Encoded, Pipeline
 from triton_repo import adapter
 
 
 class TritonPythonModel(adapter.UnaryModel):
-    """RESOLVED, TEXT [L, text] -> VIDEO [1, 24, T, h, w] and AUDIO [2, 32, A], float32."""
+    """RESOLVED, TEXT, TAGS, CONDITION_VIDEO, CONDITION_AUDIO -> VIDEO [n, 24, T, h, w] and AUDIO [n, 2, 32, A]."""
 
     def open(self, store: Path) -> None:
         """Open the denoiser's engines."""
@@ -23,9 +22,11 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline.warm()
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
-        """Runs all forwards of the request; a cancelled request stops before the next one."""
-        resolved = restore(adapter.read_bytes(request, "RESOLVED"), self.pipeline.manifest.dimensions)
-        text = torch.from_dlpack(adapter.read_tensor(request, "TEXT"))
+        """Runs all forwards of every output; a cancelled request stops before the next one."""
+        resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
+        names = ("TEXT", "TAGS", "CONDITION_VIDEO", "CONDITION_AUDIO")
+        encoded = Encoded(*(torch.from_dlpack(adapter.read_tensor(request, name)) for name in names))
         cancellation = Cancellation(request.is_cancelled)
-        video, audio = self.pipeline.denoise(resolved, text, lambda event: None, cancellation)
+        made = list(self.pipeline.denoise(resolved, encoded, lambda event: None, cancellation))
+        video, audio = (torch.cat(latents) for latents in zip(*made, strict=True))
         return [adapter.write_tensor("VIDEO", video), adapter.write_tensor("AUDIO", audio)]

@@ -1,39 +1,38 @@
-"""h3_encode: token ids to the text embedding."""
+"""h3_encode: the prompt and the references to the rows that the denoiser is conditioned on."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton_python_backend_utils as pb_utils
 
-from runtime.contract import TOKENS_MAXIMUM
+from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
-from runtime.request import RequestError
 from triton_repo import adapter
 
 
 class TritonPythonModel(adapter.UnaryModel):
-    """TOKENS [L] int64 -> TEXT [L, text]."""
+    """RESOLVED, TOKENS [L], TAGS [L], MEDIA -> TEXT [L, text], CONDITION_VIDEO [., 96], CONDITION_AUDIO [., 32]."""
 
     def open(self, store: Path) -> None:
-        """Open the text encoder's engines."""
-        self.pipeline = Pipeline.open(store, stages=["encode"])
+        """Open the encoders' engines."""
+        self.cache = ConditionCache(self.settings.condition_cache)
+        self.metrics = adapter.CacheMetrics(self.name)
+        self.pipeline = Pipeline.open(store, stages=["encode"], cache=self.cache)
         self.pipeline.warm()
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
-        """Runs the text encoder; refuses token ids outside the vocabulary."""
-        tokens = torch.from_dlpack(adapter.read_tensor(request, "TOKENS"))
-        self._check(tokens)
-        text = self.pipeline.encode(tokens, lambda event: None, Cancellation(request.is_cancelled))
-        return [adapter.write_tensor("TEXT", text)]
-
-    def _check(self, tokens: torch.Tensor) -> None:
-        vocabulary = self.pipeline.manifest.dimensions.text_encoder.vocab
-        if not 1 <= tokens.numel() <= TOKENS_MAXIMUM:
-            raise RequestError("TOKENS", f"{tokens.numel()} tokens", f"must be from 1 to {TOKENS_MAXIMUM} tokens")
-        outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
-        if outside.numel():
-            raise RequestError("TOKENS", int(outside[0]), f"must be from 0 to {vocabulary - 1}")
+        """Runs the encoders; refuses files and tokens that are not the resolved request's."""
+        resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
+        tokens, tags = (adapter.read_array(request, name) for name in ("TOKENS", "TAGS"))
+        taken = self.pipeline.retake(resolved, tokens, tags, adapter.read_elements(request, "MEDIA"))
+        encoded = self.pipeline.encode(taken, lambda event: None, Cancellation(request.is_cancelled))
+        self.metrics.show(asdict(self.cache.counts))
+        return [
+            adapter.write_tensor("TEXT", encoded.text),
+            adapter.write_tensor("CONDITION_VIDEO", encoded.condition_video),
+            adapter.write_tensor("CONDITION_AUDIO", encoded.condition_audio),
+        ]

@@ -12,14 +12,18 @@ from triton_repo import adapter
 
 
 class TritonPythonModel(adapter.UnaryModel):
-    """PROMPT, PARAMS -> RESOLVED, TOKENS [L] int64."""
+    """PROMPT, PARAMS, IMAGES, VIDEOS, AUDIOS -> RESOLVED, TOKENS and TAGS [L] int64, MEDIA [references]."""
 
     def open(self, store: Path) -> None:
         """Read the store's manifest and tokenizer."""
-        self.intake = Intake.open(store)
+        self.intake = Intake.open(store, self.settings.media)
 
     def run(self, request: Any) -> list[pb_utils.Tensor]:
         """Refuses with the request contract's own text."""
-        resolved = self.intake.resolve(*adapter.read_request(request))
-        tokens = self.intake.tokenize(resolved)
-        return [adapter.write_bytes("RESOLVED", resolved.model_dump_json()), pb_utils.Tensor("TOKENS", tokens)]
+        taken = self.intake.take(*adapter.read_request(request))
+        return [
+            adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json()),
+            pb_utils.Tensor("TOKENS", taken.presented.token_ids),
+            pb_utils.Tensor("TAGS", taken.presented.tags),
+            adapter.write_bytes("MEDIA", *taken.media),
+        ]

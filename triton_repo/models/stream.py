@@ -6,24 +6,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
 from triton_repo import adapter
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+MORE = 0
 
 
 class TritonPythonModel(adapter.Model):
-    """PROMPT, PARAMS -> one message with RESOLVED, then messages with EVENT, then one with MP4 or an error."""
+    """PROMPT, PARAMS, IMAGES, VIDEOS, AUDIOS -> messages: RESOLVED; many with EVENT; INDEX and MP4 of each output.
+
+    An error ends them.
+    """
 
     def open(self, store: Path) -> None:
         """Open the engines of all stages."""
-        self.pipeline = Pipeline.open(store)
+        self.cache = ConditionCache(self.settings.condition_cache)
+        self.metrics = adapter.CacheMetrics(self.name)
+        self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
         self.pipeline.warm()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -35,19 +44,24 @@ class TritonPythonModel(adapter.Model):
     def _answer_in_parts(self, request: Any) -> None:
         sender = request.get_response_sender()
         try:
-            sender.send(_message("MP4", self._generate(request, sender)), flags=FINAL)
+            self._generate(request, sender)
         except Exception as error:
             sender.send(pb_utils.InferenceResponse(error=self.error(error)), flags=FINAL)
+        finally:
+            self.metrics.show(asdict(self.cache.counts))
 
-    def _generate(self, request: Any, sender: Any) -> bytes:
-        resolved = self.pipeline.resolve(*adapter.read_request(request))
-        sender.send(_message("RESOLVED", resolved.model_dump_json()))
-        return self.pipeline.generate(
-            resolved,
-            lambda event: sender.send(_message("EVENT", event.to_json())),
+    def _generate(self, request: Any, sender: Any) -> None:
+        taken = self.pipeline.take(*adapter.read_request(request))
+        sender.send(_message(adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json())))
+        clips = self.pipeline.generate(
+            taken,
+            lambda event: sender.send(_message(adapter.write_bytes("EVENT", event.to_json()))),
             Cancellation(sender.is_cancelled),
         )
+        for index, mp4 in enumerate(clips):
+            message = _message(pb_utils.Tensor("INDEX", np.array([index])), adapter.write_bytes("MP4", mp4))
+            sender.send(message, flags=FINAL if index == taken.resolved.outputs - 1 else MORE)
 
 
-def _message(name: str, value: bytes | str) -> pb_utils.InferenceResponse:
-    return pb_utils.InferenceResponse([adapter.write_bytes(name, value)])
+def _message(*tensors: pb_utils.Tensor) -> pb_utils.InferenceResponse:
+    return pb_utils.InferenceResponse(list(tensors))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation, Event
@@ -29,7 +30,9 @@ class TritonPythonModel(adapter.Model):
             with self.counted():
                 sender = request.get_response_sender()
                 try:
-                    sender.send(_message("MP4", self._run(request, sender)), flags=FINAL)
+                    mp4 = adapter.write_bytes("MP4", self._run(request, sender))
+                    index = pb_utils.Tensor("INDEX", np.array([0]))
+                    sender.send(pb_utils.InferenceResponse([index, mp4]), flags=FINAL)
                 except Exception as error:
                     sender.send(pb_utils.InferenceResponse(error=self.error(error)), flags=FINAL)
 

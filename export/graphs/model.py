@@ -1,4 +1,4 @@
-"""The graphs of text to video and audio, and the check that together they use the checkpoint exactly once."""
+"""The graphs of all tasks, and the check that together they use the checkpoint exactly once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from export.checkpoint import Checkpoint, Stored
 from export.checkpoint.tree import Component
 from export.graphs import (
     audio_decoder,
+    audio_encoder,
     block,
     context,
     epilogue,
@@ -20,6 +21,8 @@ from export.graphs import (
     prologue,
     text_encoder,
     video_decoder_tile,
+    video_encoder_tile,
+    vision_encoder,
 )
 from export.graphs.graph import Graph
 from plugins.dimensions import Dimensions
@@ -30,7 +33,8 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Compute:
-    """Dtypes of the components' matrix products; the audio decoder is float32 always."""
+    """Dtypes of the components' matrix products; the vision encoder has the text encoder's, the audio VAE and the
+    video encoder are float32 always."""
 
     text_encoder: torch.dtype
     denoiser: torch.dtype
@@ -45,36 +49,41 @@ class Compute:
 def component_graphs(
     checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False
 ) -> dict[str, tuple[Graph, ...]]:
-    """The graphs that serve T2VA from one partition, by component, in the order in which a request meets them.
+    """The graphs that serve requests from one partition, by component, in the order in which a request meets them.
 
     `segmented`: the transformer's block is the three graphs of its segments instead of one.
     """
     blocks = block.segments if segmented else block.graphs
     denoiser = (context.graphs, modulation.graphs, prologue.graphs, blocks, epilogue.graphs)
     return {
+        "vision_encoder": vision_encoder.graphs(checkpoint, partition, compute.text_encoder),
         "text_encoder": text_encoder.graphs(checkpoint, partition, compute.text_encoder),
+        "video_encoder": video_encoder_tile.graphs(checkpoint, partition, torch.float32),
+        "audio_encoder": audio_encoder.graphs(checkpoint, partition, torch.float32),
         "denoiser": tuple(g for graphs in denoiser for g in graphs(checkpoint, partition, compute.denoiser)),
         "video_decoder": video_decoder_tile.graphs(checkpoint, partition, compute.video_decoder),
         "audio_decoder": audio_decoder.graphs(checkpoint, partition, torch.float32),
     }
 
 
-def t2va_graphs(checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False) -> tuple[Graph, ...]:
-    """All graphs that serve T2VA from one partition, in the order in which a request meets them."""
+def model_graphs(
+    checkpoint: Checkpoint, partition: str, compute: Compute, segmented: bool = False
+) -> tuple[Graph, ...]:
+    """All graphs that serve requests from one partition, in the order in which a request meets them."""
     return tuple(g for graphs in component_graphs(checkpoint, partition, compute, segmented).values() for g in graphs)
 
 
 def unused(dimensions: Dimensions) -> dict[Component, re.Pattern[str]]:
-    """For each component, the keys that T2VA has no use for, in either layout (spec/model.md 1a to 1g)."""
+    """For each component, the keys that no task has a use for, in either layout (spec/model.md 1a to 1g)."""
     kept = "|".join(str(i) for i in range(dimensions.text_encoder.layers))
     return {
         "denoiser": re.compile(r"rope\.inv_freq"),
         "text_encoder": re.compile(
             rf"model\.language_model\.layers\.(?!(?:{kept})\.).*|model\.language_model\.norm\.weight"
-            r"|lm_head\.weight|model\.visual\..*"
+            r"|lm_head\.weight"
         ),
-        "video_vae": re.compile(r"encoder\..*|quant_conv\..*|decoder\.mask_token"),
-        "audio_vae": re.compile(r"(encoder|pre_block|mean_proj|logs_proj)\..*"),
+        "video_vae": re.compile(r"decoder\.mask_token"),
+        "audio_vae": re.compile(r"logs_proj\..*"),
     }
 
 
