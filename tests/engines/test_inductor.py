@@ -100,6 +100,22 @@ def test_a_package_holds_code_and_json_and_nothing_pickled(compiled: Workshop) -
 
 
 @needs_compiler
+def test_a_program_links_the_runtime_of_this_process(compiled: Workshop) -> None:
+    """One with a C++ runtime of its own ends the process that loads it (seen with torch 2.11 on a GPU host)."""
+    for record in EngineStore.open(compiled.store).manifest.graphs.values():
+        with zipfile.ZipFile(compiled.store / record.file.path) as package:
+            (library,) = (package.read(name) for name in package.namelist() if name.endswith(".wrapper.so"))
+        assert b"libstdc++.so.6\0" in library
+
+
+@needs_compiler
+def test_what_a_program_calls_as_it_is_is_on_record(compiled: Workshop) -> None:
+    graphs = EngineStore.open(compiled.store).manifest.graphs
+    found = {name: record.program.census for name, record in graphs.items() if record.program}
+    assert found == {"attend": {"h3::Attention": 1}, "table": {}}
+
+
+@needs_compiler
 def test_a_changed_package_is_not_loaded(store: Path) -> None:
     path = store / EngineStore.open(store).manifest.graphs["attend"].file.path
     path.write_bytes(path.read_bytes()[:-1] + b"!")

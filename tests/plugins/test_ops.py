@@ -140,6 +140,7 @@ def swiglu_cases(draw: st.DrawFn) -> Case:
     return Case(SWIGLU, halves.chunk(2, -1))
 
 
+@st.composite
 def snake_cases(draw: st.DrawFn) -> Case:
     batch, channels, length = (draw(st.integers(1, n)) for n in (2, 5, 40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
