@@ -189,6 +189,6 @@ def test_only_what_is_named_is_opened(workshop: Workshop) -> None:
     with pytest.raises(EngineInputError, match="graph 'table' is not open"):
         engines.run("table", {})
     with pytest.raises(EngineInputError, match="partition 'fl2va' is not open"):
-        engines.run("attend", {"hidden": draw(4)})
+        engines.run("attend", {"hidden": draw(4)}, partition="fl2va")
     with pytest.raises(EngineInputError, match=r"graph 'attic' is not in .*; it has: attend, table"):
         EngineSet.open(workshop.store, graphs=["attic"])

@@ -17,7 +17,7 @@ from runtime.references import KnownFile, Role, Target, reference, sha256_of
 from tests.media import clips
 from tests.request.sizes import RELEASED
 
-TARGET = Target(width=320, height=256, frames=107, short_edge=256)
+TARGET = Target(width=320, height=256, frames=107, image_edge=256, video_edge=768)
 
 
 def resolved(files: list[bytes], kind: Any, roles: list[Role], geometry: str = "diffusers") -> Any:
