@@ -172,8 +172,7 @@ def test_one_service_answers_every_task_alike_on_both_models(
 ) -> None:
     params = {**params, "num_outputs_per_prompt": 2}
     stream = client.generate(PROMPT, params, files=files)
-    # The second time the stream's conditions come from the cache.
-    assert stream == client.generate_unary(PROMPT, params, files=files) == client.generate(PROMPT, params, files=files)
+    assert stream == client.generate_unary(PROMPT, params, files=files)
     assert len(set(stream.mp4s)) == 2
     for mp4 in stream.mp4s:
         assert inspect_mp4(mp4).problems(256, 256, 107) == []
