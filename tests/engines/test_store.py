@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 
 from engines.store import (
+    SCHEMA_VERSION,
     EngineStore,
     FileRecord,
     Manifest,
@@ -75,7 +76,7 @@ def test_a_manifest_that_is_none(workshop: Workshop, content: bytes) -> None:
 
 def test_another_schema_version(workshop: Workshop) -> None:
     edit_manifest(workshop.store, schema_version=99, since="tomorrow")
-    assert "schema version 2 expected, 99 found" in refusal(workshop)
+    assert f"schema version {SCHEMA_VERSION} expected, 99 found" in refusal(workshop)
 
 
 def test_a_manifest_field_of_the_wrong_kind(workshop: Workshop) -> None:
