@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -208,13 +207,3 @@ def _regions(binding: Binding) -> tuple[dict[str, Region], ...]:
 
 def _file(folder: Path, path: Path) -> FileRecord:
     return FileRecord(path=str(path.relative_to(folder)), sha256=file_sha256(path))
-
-
-def nbytes(manifest: Manifest) -> int:
-    """Bytes of all weights of a manifest's graphs."""
-    return sum(
-        math.prod(regions[spec.name].shape) * TORCH[spec.dtype].itemsize
-        for name, record in manifest.graphs.items()
-        for regions in manifest.bindings[PARTITION][name]
-        for spec in record.weights
-    )

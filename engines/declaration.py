@@ -42,6 +42,7 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
         "outputs": [tensor_record(spec).model_dump() for spec in graph.outputs],
         "axes": {name: vars(axis) for name, axis in axes(graph, binding).items()},
         "compute": NAMES[graph.compute],
+        "variant": graph.variant,
         "weights": [tensor_record(spec).model_dump() for spec in binding.inputs],
         "instances": len(graph.weights),
         "parameters": structures[0],

@@ -22,7 +22,7 @@ from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile, ProfileError
 from plugins.dimensions import Dimensions
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Changes when a manifest of the last version can no longer be read."""
 
 MANIFEST = "manifest.json"
@@ -274,13 +274,18 @@ class EngineStore:
         return self.root / self.manifest.tokenizer.path
 
     def read(self, record: FileRecord) -> bytes:
-        """The bytes of one of the store's files.
+        """The bytes of one of the store's files, the very ones that were verified.
 
         Raises:
             StoreError: the file is missing or is not the one that was built.
         """
-        self._verify_file(record)
-        return (self.root / record.path).read_bytes()
+        path = self.root / record.path
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise self._error(f"{path}: cannot be read: {error.strerror}") from error
+        self._verify_sha256(record, hashlib.sha256(content).hexdigest())
+        return content
 
     def _verify_file(self, record: FileRecord) -> None:
         path = self.root / record.path
@@ -288,9 +293,13 @@ class EngineStore:
             found = file_sha256(path)
         except OSError as error:
             raise self._error(f"{path}: cannot be read: {error.strerror}") from error
+        self._verify_sha256(record, found)
+
+    def _verify_sha256(self, record: FileRecord, found: str) -> None:
         if found != record.sha256:
             raise self._error(
-                f"{path}: is not the file that was built: SHA-256 {record.sha256} expected, {found} found"
+                f"{self.root / record.path}: is not the file that was built: SHA-256 {record.sha256} expected, "
+                f"{found} found"
             )
 
     def _files(self) -> list[FileRecord]:

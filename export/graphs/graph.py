@@ -58,6 +58,8 @@ class Graph:
     """Largest |ONNX Runtime - torch eager| relative to the output's largest magnitude, in float32."""
     trials: tuple[Mapping[str, int], ...] = field(default=())
     """Sizes of the named axes at which the emitted graph is compared with eager; at least two where any axis moves."""
+    variant: str = ""
+    """What its tensors do not tell of the computation: graphs that differ in nothing else differ in this."""
     weight_axes: Mapping[str, tuple[int | Axis, ...]] = field(default_factory=dict)
     """Shapes, by parameter name, of the weights whose sizes differ between instances; these must be stored as they are.
     Such an axis takes its size from the instance, not from `trials`."""

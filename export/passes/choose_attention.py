@@ -42,7 +42,7 @@ def choose_attention(graph: Graph, attention: BlockAttention) -> Graph:
     tolerance = SAGE_TOLERANCE if quantises(attention) else graph.tolerance
     trials = (*graph.trials, {"rows": SAGE_TRIAL}) if quantises(attention) else graph.trials
     inputs, module = (*graph.inputs, *threshold), partial(_build, graph, attention)
-    return replace(graph, module=module, inputs=inputs, tolerance=tolerance, trials=trials)
+    return replace(graph, module=module, inputs=inputs, tolerance=tolerance, trials=trials, variant=attention)
 
 
 def skips(attention: BlockAttention) -> bool:

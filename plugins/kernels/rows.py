@@ -9,15 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from plugins.ops.fp8_linear import E4M3, E4M3_MAX, SCALE_FLOOR
+
 WARPS = 8
 """Warps of a program that holds a whole row of some thousands of channels in registers."""
 
 HEADS = 8
 """Heads that one program of `norm_rotary` turns."""
-
-E4M3_MAX = 448.0
-
-SCALE_FLOOR = 1e-30
 
 
 @triton.jit
@@ -190,7 +188,7 @@ def gated_residual(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, in
 
 
 def _empty_quantised(x: torch.Tensor) -> Quantised:
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty(x.shape, dtype=E4M3, device=x.device)
     return values, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
 

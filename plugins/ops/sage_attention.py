@@ -109,8 +109,10 @@ def hopper(
     if not serves(query, key, value) or (query_block, key_block, query_tile, key_tile) != own:
         sizes = (query_block, key_block, query_tile, key_tile)
         return reference(query, key, value, valid_rows, threshold, scale, *sizes)
-    variant = BFLOAT16 if is_short(key, key_block) else SAGE
-    return attend(variant, query, key, value, valid_rows, threshold, scale)
+    if is_short(key, key_block):
+        # The one tile there is is kept; the other variant's are smaller, and some of them might be skipped.
+        return attend(BFLOAT16, query, key, value, valid_rows, torch.zeros_like(threshold), scale)
+    return attend(SAGE, query, key, value, valid_rows, threshold, scale)
 
 
 def is_short(key: torch.Tensor, key_block: int) -> bool:

@@ -10,7 +10,16 @@ from typing import Any
 import onnxruntime
 import pytest
 
-from engines.store import EngineStore, StoreError, rebuild_command, write_atomically
+from engines.store import (
+    SCHEMA_VERSION,
+    EngineStore,
+    FileRecord,
+    Manifest,
+    StoreError,
+    file_sha256,
+    rebuild_command,
+    write_atomically,
+)
 from tests.engines.workshop import Workshop
 
 
@@ -67,7 +76,7 @@ def test_a_manifest_that_is_none(workshop: Workshop, content: bytes) -> None:
 
 def test_another_schema_version(workshop: Workshop) -> None:
     edit_manifest(workshop.store, schema_version=99, since="tomorrow")
-    assert "schema version 2 expected, 99 found" in refusal(workshop)
+    assert f"schema version {SCHEMA_VERSION} expected, 99 found" in refusal(workshop)
 
 
 def test_a_manifest_field_of_the_wrong_kind(workshop: Workshop) -> None:
@@ -112,6 +121,19 @@ def test_a_corrupt_engine(workshop: Workshop) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert f"{file}: is not the file that was built: SHA-256 " in refusal(workshop)
+
+
+def test_an_engine_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "engine"
+    file.write_bytes(b"built")
+    record = FileRecord(path="engine", sha256=file_sha256(file))
+    store = EngineStore(tmp_path, Manifest.model_construct())
+    assert store.read(record) == b"built"
+    reads = iter([b"another", b"built"])
+    monkeypatch.setattr(Path, "read_bytes", lambda path: next(reads) if path == file else Path.open(path, "rb").read())
+    # The file on disk is the one that was built, at any other moment than that of the reading.
+    with pytest.raises(StoreError, match="is not the file that was built"):
+        store.read(record)
 
 
 def test_a_missing_engine(workshop: Workshop) -> None:

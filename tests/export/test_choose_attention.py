@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
 from denoiser_checkpoint import DenoiserCheckpoint, denoiser_graphs
 
+from engines.declaration import describe_graph
+from export.binding import bind
 from export.compare import compare
 from export.emit import Emitted, emit
 from export.graphs.graph import Graph
@@ -69,3 +72,11 @@ def test_only_what_attends_in_a_block_changes(graphs: dict[str, Graph], attentio
     assert changed == {"block", "block.attend"}
     assert all(choose_attention(graph, "dense") is graph for graph in graphs.values())
     assert choose_attention(graphs["block"], attention).weights is graphs["block"].weights
+
+
+def test_graphs_with_the_same_tensors_are_told_apart_by_their_attention(graphs: dict[str, Graph]) -> None:
+    block = graphs["block"]
+    declared = [describe_graph(choose_attention(block, a), bind(block)) for a in ("dense", "sage", "skip", "sage+skip")]
+    assert declared[0]["inputs"] == declared[1]["inputs"]
+    assert declared[2]["inputs"] == declared[3]["inputs"]
+    assert all(a != b for a, b in combinations(declared, 2))

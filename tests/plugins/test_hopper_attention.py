@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from plugins.kernels.cuda_module import CudaError, compile_cubin
-from plugins.kernels.hopper_attention import BFLOAT16, SAGE, attend, serves
+from plugins.kernels.hopper_attention import BFLOAT16, SAGE, Variant, attend, serves
 from plugins.ops import attention, dense_attention, sage_attention, skip_softmax_attention
 
 SCALE = 128**-0.5
@@ -128,3 +130,19 @@ def test_kernels_fit_a_multiprocessor(variant: object) -> None:
 def test_what_does_not_compile_is_quoted() -> None:
     with pytest.raises(CudaError, match='identifier "nothing" is undefined'):
         compile_cubin("__global__ void f() { nothing(); }", "sm_90a")
+
+
+@pytest.mark.filterwarnings("ignore:SAGE attention over less")
+def test_sage_over_less_than_a_tile_skips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bfloat16 kernel that serves such rows has smaller tiles, the last of which is negligible here."""
+    x, valid_rows, at = heads(200, 2, 200, far=72, device="cpu"), torch.tensor([200]), torch.tensor([1e-2])
+    sizes = (1, SAGE.keys, 64, SAGE.keys)
+
+    def emulated(variant: Variant, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return skip_softmax_attention.reference(*arguments, 64, variant.keys)
+
+    monkeypatch.setattr(sage_attention, "attend", emulated)
+    found, skipped = sage_attention.hopper(*x, valid_rows, at, SCALE, *sizes)
+    expected, none = sage_attention.reference(*x, valid_rows, at, SCALE, *sizes)
+    assert torch.equal(skipped, none)
+    assert torch.equal(found, expected)
