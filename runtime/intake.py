@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from engines.store import EngineStore, Manifest
 from runtime.admission import MemoryModel
-from runtime.contract import MEDIA_BYTES
 from runtime.given import GivenFields
 from runtime.media.facts import Kind
 from runtime.media.limits import check_bytes, check_together
@@ -21,7 +20,7 @@ from runtime.media.source import MediaPolicy, fetch
 from runtime.presentation import Presentation, presentation
 from runtime.references import KnownFile, sha256_of
 from runtime.refusal import RequestError
-from runtime.request import Limits, Resolved, resolve, restore
+from runtime.request import Limits, Resolved, check_total, resolve, restore
 from runtime.selection import Wanted, select
 from runtime.task import tasks_of
 from runtime.text import Tokenizer
@@ -118,10 +117,7 @@ class Intake:
             data = files[one.kind][one.index] if one.index is not None else self._fetched(one)
             check_bytes(len(data), one.kind, one.where)
             found.append(data)
-            total = sum(map(len, found))
-            if total > MEDIA_BYTES:
-                rule = f"all files of a request must have at most {MEDIA_BYTES} bytes together"
-                raise RequestError(one.where, f"{total} bytes", rule)
+            check_total([len(data) for data in found], [other.where for other in wanted[: len(found)]])
         return tuple(found)
 
     def _fetched(self, one: Wanted) -> bytes:

@@ -6,6 +6,7 @@ No arithmetic and no choice is left to later stages.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -44,7 +45,8 @@ from runtime.contract import (
 from runtime.geometry import KeyframeGeometry
 from runtime.given import GivenFields
 from runtime.kinds import Integer, is_unicode
-from runtime.media.facts import ImageFacts
+from runtime.media.facts import ImageFacts, SoundFacts
+from runtime.media.limits import check_bytes, check_sides, check_together
 from runtime.reference_kinds import KEYFRAME_INDICES, Keyframe
 from runtime.references import KnownFile, Reference, Role, Target, reference
 from runtime.references import condition_rows as condition_rows_of
@@ -237,6 +239,7 @@ def restore(raw: bytes | str, dimensions: Dimensions, limits: Limits | None = No
         raise RequestError("resolved", where, f"must be a resolved request: {error.errors()[0]['msg']}") from None
     media = [one.known(f"references[{place}]") for place, one in enumerate(resolved.references)]
     try:
+        _check_media(media)
         again = resolve(resolved.prompt, resolved.parameters(), dimensions, limits, media)
     except RequestError as error:
         raise RequestError(f"resolved.{error.field}", error.value, error.rule, error.nearest) from None
@@ -245,6 +248,24 @@ def restore(raw: bytes | str, dimensions: Dimensions, limits: Limits | None = No
         if given != expected and name != "notes":
             raise RequestError(f"resolved.{name}", given, "must agree with the rest of the request", expected)
     return resolved
+
+
+def _check_media(media: Sequence[KnownFile]) -> None:
+    """What is checked of files as they are taken in, as far as their facts tell."""
+    for one in media:
+        if not isinstance(one.facts, SoundFacts):
+            check_sides(one.facts.width, one.facts.height, one.facts.kind, one.where)
+        check_bytes(one.bytes, one.facts.kind, one.where)
+    check_together([one.facts for one in media], [one.where for one in media])
+    check_total([one.bytes for one in media], [one.where for one in media])
+
+
+def check_total(sizes: Sequence[int], wheres: Sequence[str]) -> None:
+    """Refuses files of more than MEDIA_BYTES together, naming the first that is too much. Raises RequestError."""
+    for total, where in zip(itertools.accumulate(sizes), wheres, strict=True):
+        if total > MEDIA_BYTES:
+            rule = f"all files of a request must have at most {MEDIA_BYTES} bytes together"
+            raise RequestError(where, f"{total} bytes", rule)
 
 
 def _check_model(fields: GivenFields, limits: Limits) -> None:
@@ -333,7 +354,8 @@ def _canvas(fields: GivenFields, aspect_ratio: str) -> tuple[int, int]:
     if short_edge is not None:
         fields.notes.append(f"{short_edge.spelling} has no effect beside explicit sides")
     width, height = sides
-    if not math.isclose(width / height, ratio_of(aspect_ratio), rel_tol=1e-9):
+    given = fields.given("aspect_ratio") is not None
+    if given and not math.isclose(width / height, ratio_of(aspect_ratio), rel_tol=1e-9):
         fields.notes.append(f"aspect_ratio {aspect_ratio} gives way to {width}x{height}")
     return width, height
 

@@ -28,14 +28,16 @@ def is_allowed(text: str, also: Sequence[Network]) -> bool:
     """
     try:
         address = ipaddress.ip_address(text)
-    except ValueError:  # An IPv6 scope, as of link-local addresses, or no address at all.
+    except ValueError:
         return False
     if any(address.version == network.version and address in network for network in also):
         return True
     carried = _carried(address)
     if carried:
         return all(is_allowed(str(one), also) for one in carried)
-    return address.is_global and not address.is_multicast and not address.is_reserved
+    # Site-local addresses (fec0::/10) are private ones of an older kind, which `is_global` does not know.
+    local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    return address.is_global and not (local or address.is_multicast or address.is_reserved)
 
 
 def _carried(address: Address) -> list[ipaddress.IPv4Address]:

@@ -82,6 +82,10 @@ def rows() -> list[tuple[str, str, str, str]]:
     ]
 
 
+_ROUNDING = 1e-6
+"""Seconds that sums and differences of decimal fractions may be off by: less than any sample lasts."""
+
+
 def check_bytes(size: int, kind: Kind, where: str) -> None:
     """Refuses an empty file and one above its kind's size. Raises RequestError."""
     maximum = LIMITS[kind].bytes_maximum
@@ -121,8 +125,10 @@ def check_video_seconds(seconds: float, where: str) -> None:
 def check_start(start: float, seconds: float, where: str) -> None:
     """Refuses a start time that leaves less than the minimum of a video that lasts `seconds`. Raises RequestError."""
     usable = min(seconds, SECONDS[1])
-    latest = math.floor((usable - SECONDS[0]) * 1000) / 1000
-    if not 0 <= start <= usable - SECONDS[0]:
+    # Both may be the nearest binary fractions of decimals: 4.1 - 2.1 is less than 2.
+    left = usable - SECONDS[0] + _ROUNDING
+    latest = math.floor(left * 1000) / 1000
+    if not 0 <= start <= left:
         rule = f"start_time_seconds must be at least 0 and leave {SECONDS[0]:g} s of the video's {usable:.3f} s"
         raise RequestError(where, f"start_time_seconds {start}", rule, 0.0 if not start > 0 else latest)
 
@@ -178,8 +184,7 @@ def _check_budget(seconds: Iterable[tuple[float, str]], overshoot: float, what: 
     for one, where in seconds:
         left = SECONDS[1] - total
         total += one
-        # A sum of decimal fractions is off by some ulps; a microsecond is less than any sample.
-        if total > SECONDS[1] + overshoot + 1e-6:
+        if total > SECONDS[1] + overshoot + _ROUNDING:
             rule = f"the {what} of a request may last at most {SECONDS[1]:g} s in all"
             nearest = f"at most {left:.3f} s here" if left >= SECONDS[0] else "leave this one out"
             raise RequestError(where, f"{total:.3f} s in all", rule, nearest)

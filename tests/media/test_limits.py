@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from runtime.media import limits
 from runtime.media.facts import Facts, ImageFacts, SoundFacts, VideoFacts
-from runtime.media.limits import LIMITS, check_bytes, check_rate, check_sides, check_together
+from runtime.media.limits import LIMITS, check_bytes, check_rate, check_sides, check_start, check_together
 from runtime.media.probe import probe
 from runtime.refusal import RequestError
 from tests.media.clips import saved
@@ -88,6 +88,13 @@ def test_seconds_of_all_videos() -> None:
         "nearest legal: at most 5.000 s here"
     )
     assert "leave this one out" in refused(clip(14), clip(2))
+
+
+def test_a_start_may_leave_just_two_seconds() -> None:
+    """4.1 - 2.1 is a little less than 2 in binary fractions."""
+    check_start(2.1, 4.1, "references[0]")
+    with pytest.raises(RequestError, match=r"nearest legal: 2\.1"):
+        check_start(2.101, 4.1, "references[0]")
 
 
 def test_seconds_of_all_sounds_and_of_all_soundtracks_are_apart() -> None:

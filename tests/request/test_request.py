@@ -140,6 +140,12 @@ def test_a_field_of_another_task_is_noted() -> None:
     assert "frame_indices has no effect for t2va" in _resolve(frame_indices=[0]).notes
 
 
+def test_a_ratio_that_nobody_gave_does_not_give_way() -> None:
+    for params in ({}, {"task": "ref2va"}):
+        notes = resolve_with("a cat", {**params, "size": "256x256"}, [IMAGE], RELEASED).notes
+        assert not [note for note in notes if "gives way" in note]
+
+
 def test_a_forged_reference_is_refused() -> None:
     honest = json.loads(resolve_with("a cat", {}, [SOUND_VIDEO, IMAGE], RELEASED).model_dump_json())
     video = honest["references"][1]
@@ -159,6 +165,13 @@ def test_a_forged_reference_is_refused() -> None:
     for name, value in forged.items():
         with pytest.raises(RequestError, match=r"^resolved"):
             restore(json.dumps({**honest, "references": [honest["references"][0], {**video, name: value}]}), RELEASED)
+    for facts in ({**video["facts"], "width": 10**6}, {**video["facts"], "seconds": 15.2}):
+        with pytest.raises(RequestError, match=r"^resolved\.references\[1\]: .* (side of|15 s in all)"):
+            restore(
+                json.dumps({**honest, "references": [honest["references"][0], {**video, "facts": facts}]}), RELEASED
+            )
+    with pytest.raises(RequestError, match=r"^resolved\.references\[1\]: .*bytes"):
+        restore(json.dumps({**honest, "references": [honest["references"][0], {**video, "bytes": 1 << 30}]}), RELEASED)
     for name in ("condition_video_rows", "condition_audio_rows", "condition_seed", "outputs"):
         with pytest.raises(RequestError, match=rf"^resolved\.{name}|num_outputs"):
             restore(json.dumps({**honest, name: 11}), RELEASED)

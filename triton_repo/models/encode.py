@@ -29,8 +29,10 @@ class TritonPythonModel(adapter.UnaryModel):
         resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
         tokens, tags = (adapter.read_array(request, name) for name in ("TOKENS", "TAGS"))
         taken = self.pipeline.retake(resolved, tokens, tags, adapter.read_elements(request, "MEDIA"))
-        encoded = self.pipeline.encode(taken, lambda event: None, Cancellation(request.is_cancelled))
-        self.metrics.show(asdict(self.cache.counts))
+        try:
+            encoded = self.pipeline.encode(taken, lambda event: None, Cancellation(request.is_cancelled))
+        finally:
+            self.metrics.show(asdict(self.cache.counts))
         return [
             adapter.write_tensor("TEXT", encoded.text),
             adapter.write_tensor("CONDITION_VIDEO", encoded.condition_video),
