@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,10 @@ TENSOR_TYPES = tuple(
     f"tensor({name})" for name in ("float", "float16", "bfloat16", "double", "int64", "float8e4m3fn", "uint8")
 )
 """ONNX types that an operation's inputs may have."""
+
+
+Shapes = Callable[[Sequence[Any]], Sequence[Sequence[Any]]]
+"""Sizes of each result from sizes of each input, numbers or TensorRT's expressions."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class Op:
     `reference` is plain torch and keeps float64 when given float64, so that it can be checked against a formula.
     `fake` gives the result's shape and dtype without data. `body` says the same in standard operators, as the
     text of an ONNX function's statements; inputs and @attributes have the reference's names, outputs those of
-    `results`; an op with several of these returns a tuple. `tensorrt` makes the IPluginCreator from
-    TensorRT's Python module; without one TensorRT takes the op by its name or inlines the function.
+    `results`; an op with several of these returns a tuple. `plugin_shapes` makes it a TensorRT plugin
+    (`plugins.tensorrt_plugin`); without them TensorRT takes the op by its name or inlines the function.
     `fused`: a compiler that takes the reference apart, and fuses it with its neighbours, does better than a fast
     implementation that it can only call.
     """
@@ -63,7 +66,7 @@ class Op:
     fake: Callable[..., Any]
     body: str
     fast: tuple[Fast, ...] = ()
-    tensorrt: Callable[[ModuleType], object] | None = None
+    plugin_shapes: Shapes | None = None
     results: tuple[str, ...] = ("result",)
     fused: bool = False
 

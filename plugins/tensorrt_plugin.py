@@ -7,14 +7,14 @@ whoever registers a creator passes the module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from plugins.op import DOMAIN, Op
+from plugins.op import DOMAIN, Op, Shapes
 
 VERSION = "1"
 
@@ -34,18 +34,21 @@ _CARRIER: dict[torch.dtype, str] = {
 }
 """How memory of a type is described to whom knows numpy's types only."""
 
-Shapes = Callable[[Sequence[Any]], Sequence[Sequence[Any]]]
-"""Sizes of each result from sizes of each input, numbers or TensorRT's expressions."""
-
 
 class PluginError(ValueError):
     """A plugin is given what it does not take; names the op and the argument."""
 
 
-def creator(trt: ModuleType, op: Op, shapes: Shapes) -> object:
-    """The IPluginCreatorV3One of an op, to be registered under the namespace `h3`."""
+def creator(trt: ModuleType, op: Op) -> object:
+    """The IPluginCreatorV3One of an op, to be registered under the namespace `h3`.
+
+    Raises:
+        PluginError: the op is no plugin.
+    """
+    if op.plugin_shapes is None:
+        raise PluginError(f"op {op.name}: has no plugin_shapes, so it is no plugin")
     base: Any = trt.IPluginCreatorV3One
-    plugin = plugin_class(trt, op, shapes)
+    plugin = plugin_class(trt, op, op.plugin_shapes)
 
     class Creator(base):
         def __init__(self) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from engines.sessions.residency import Device
+from engines.sessions.residency import Device, Event
+
+QUEUED = 2
+"""Runs that may wait for the GPU at once."""
 
 
 class PinError(RuntimeError):
@@ -31,6 +35,24 @@ class Gpu(Device, Protocol):
 
     def describe(self) -> str:
         """What it is, for error messages."""
+
+
+class RunQueue:
+    """The runs that wait for a GPU: enough to keep it busy, few enough for a cancelled request to stop soon."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._ends: deque[Event] = deque()
+
+    def add(self) -> None:
+        """A run has been queued; waits for the oldest one where that makes more than QUEUED."""
+        self._ends.append(self._gpu.computed())
+        if len(self._ends) > QUEUED:
+            self._gpu.finish(self._ends.popleft())
+
+    def clear(self) -> None:
+        """Whoever waits for the GPU itself need not wait for these."""
+        self._ends.clear()
 
 
 class CudaGpu:

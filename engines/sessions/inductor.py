@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -19,14 +18,10 @@ from engines.machine import target
 from engines.sessions.backend import EngineInputError, EngineRunError, Opening
 from engines.sessions.bound_weights import BoundWeights, bound_groups
 from engines.sessions.dtypes import TORCH
-from engines.sessions.gpu import CudaGpu, Gpu
-from engines.sessions.residency import Event
+from engines.sessions.gpu import CudaGpu, Gpu, RunQueue
 from engines.sessions.weights import MappedWeights
 from engines.store import EngineRecord, EngineStore, FileRecord, Manifest, Partition, StoreError, rebuild_advice
 from plugins.registry import REGISTRY
-
-QUEUED = 2
-"""Runs that wait for the GPU at once: enough to keep it busy, few enough for a cancelled request to stop soon."""
 
 MODEL = "model"
 """The one program of a package, as `aoti_compile_and_package` names it."""
@@ -70,7 +65,7 @@ class InductorEngines:
     def __init__(self, opening: Opening, weights: Weights, gpu: Gpu | None) -> None:
         self._gpu, self._weights = gpu, weights
         self._programs = {graph: Program.open(opening.store, graph, self.device) for graph in opening.graphs}
-        self._queued: deque[Event] = deque()
+        self._queued = RunQueue(gpu) if gpu else None
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +89,8 @@ class InductorEngines:
         program = self._programs[graph]
         with self._computing(), self._weights.tensors(graph, instance, partition) as weights:
             results = program.run(inputs, weights, outputs)
-            self._note_queued()
+            if self._queued:
+                self._queued.add()
         return results
 
     def warm(self) -> None:
@@ -104,19 +100,14 @@ class InductorEngines:
 
     def leave(self, graphs: Collection[str]) -> None:
         """Frees swapped weights and slots, and gives the memory of activations back."""
-        self._queued.clear()
+        if self._queued:
+            self._queued.clear()
         self._weights.leave(graphs)
         if self._gpu:
             self._gpu.trim()
 
     def _computing(self) -> AbstractContextManager[object]:
         return self._gpu.computing() if self._gpu else nullcontext()
-
-    def _note_queued(self) -> None:
-        if self._gpu:
-            self._queued.append(self._gpu.computed())
-            if len(self._queued) > QUEUED:
-                self._gpu.finish(self._queued.popleft())
 
 
 class Program:

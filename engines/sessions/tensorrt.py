@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,17 +18,13 @@ from engines.profile import component_of
 from engines.sessions.backend import EngineInputError, EngineKey, EngineRunError, Opening
 from engines.sessions.bound_weights import BoundWeight, BoundWeights, bound_groups
 from engines.sessions.dtypes import TORCH
-from engines.sessions.gpu import CudaGpu, Gpu
+from engines.sessions.gpu import CudaGpu, Gpu, RunQueue
 from engines.sessions.placement import Placement, place
-from engines.sessions.residency import Event
 from engines.sessions.runtime_cache import RuntimeCache
 from engines.store import AxisRange, EngineRecord, EngineStore, FileRecord, Partition, StoreError, rebuild_advice
 
 if TYPE_CHECKING:
     import tensorrt as trt
-
-QUEUED = 2
-"""Runs that wait for the GPU at once: enough to keep it busy, few enough for a cancelled request to stop soon."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,7 +57,7 @@ class TensorRTEngines:
         self._plans = _Plans(opening, flavour, gpu)
         self._baked = self._manifest.profile.weights == "baked"
         self._weights = BoundWeights({} if self._baked else bound_groups(opening, gpu), self._manifest)
-        self._queued: deque[Event] = deque()
+        self._queued = RunQueue(gpu)
 
     @property
     def device(self) -> torch.device:
@@ -87,9 +82,7 @@ class TensorRTEngines:
             plan = self._plans.get(graph, instance, partition)
             with self._weights.bound(graph, instance, partition) as weights:
                 results = plan.enqueue(inputs, weights, outputs, stream)
-            self._queued.append(self._gpu.computed())
-        if len(self._queued) > QUEUED:
-            self._gpu.finish(self._queued.popleft())
+            self._queued.add()
         return results
 
     def warm(self) -> None:

@@ -61,6 +61,11 @@ def laid_out(result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(query).copy_(result)
 
 
+def fake(query: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """A result with the query's shape, dtype and layout, and its counts [B, H] int64."""
+    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.int64)
+
+
 def result_shapes(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Sizes of an attention's result and of its counts, from those of its inputs [B, H, S, d]."""
     sizes = list(inputs[0])

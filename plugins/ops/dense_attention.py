@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from plugins.kernels.hopper_attention import ABOVE, BFLOAT16, CAPABILITY, attend, serves
 from plugins.op import Fast, Op
 from plugins.ops.attention_tiles import LOWEST, MIXED, SCORES, VALID, laid_out, result_shapes, valid_column, valid_only
-from plugins.tensorrt_plugin import creator
 
 
 def reference(
@@ -51,16 +48,11 @@ BODY = (
 )
 
 
-def plugin(trt: ModuleType) -> object:
-    """The TensorRT plugin's creator."""
-    return creator(trt, OP, lambda inputs: result_shapes(inputs)[:1])
-
-
 OP = Op(
     "dense_attention",
     reference,
     fake,
     BODY,
     fast=(Fast("cuda", hopper, minimum=CAPABILITY, below=ABOVE),),
-    tensorrt=plugin,
+    plugin_shapes=lambda inputs: result_shapes(inputs)[:1],
 )

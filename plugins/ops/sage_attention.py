@@ -7,7 +7,6 @@ floor and the static scale of the weights as in spec/contract.md 4.2.
 from __future__ import annotations
 
 import warnings
-from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
@@ -19,6 +18,7 @@ from plugins.ops.attention_tiles import (
     SCORES,
     SKIPPED,
     VALID,
+    fake,
     laid_out,
     result_shapes,
     tile_weights,
@@ -27,7 +27,6 @@ from plugins.ops.attention_tiles import (
 )
 from plugins.ops.fp8_linear import E4M3, E4M3_MAX
 from plugins.ops.skip_softmax_attention import RESULTS
-from plugins.tensorrt_plugin import creator
 
 AMAX_FLOOR = 1e-3
 """Least magnitude that a scale maps to 448, so that a block of zeros gives zeros (spec/contract.md 4.2)."""
@@ -73,23 +72,6 @@ def reference(
     total = weights.sum(-1, keepdim=True)
     weights = weights if short else rounded(weights, weights.new_ones(()) / WEIGHT_SCALE)
     return laid_out(torch.where(valid, weights @ value_wide / total, 0), query), skipped
-
-
-def fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid_rows: torch.Tensor,
-    threshold: torch.Tensor,
-    scale: float,
-    query_block: int,
-    key_block: int,
-    query_tile: int,
-    key_tile: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result with the query's shape, dtype and layout, and its counts."""
-    counts = query.new_empty(query.shape[:2], dtype=torch.int64)
-    return torch.empty_like(query), counts
 
 
 def hopper(
@@ -227,11 +209,6 @@ BODY = (
 )
 
 
-def plugin(trt: ModuleType) -> object:
-    """The TensorRT plugin's creator."""
-    return creator(trt, OP, result_shapes)
-
-
 OP = Op(
     "sage_attention",
     reference,
@@ -239,5 +216,5 @@ OP = Op(
     BODY,
     results=RESULTS,
     fast=(Fast("cuda", hopper, minimum=CAPABILITY, below=ABOVE),),
-    tensorrt=plugin,
+    plugin_shapes=result_shapes,
 )

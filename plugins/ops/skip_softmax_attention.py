@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from plugins.kernels.hopper_attention import ABOVE, BFLOAT16, CAPABILITY, QUERY_TILE, attend, serves
@@ -13,13 +11,13 @@ from plugins.ops.attention_tiles import (
     SCORES,
     SKIPPED,
     VALID,
+    fake,
     laid_out,
     result_shapes,
     tile_weights,
     valid_column,
     valid_only,
 )
-from plugins.tensorrt_plugin import creator
 
 RESULTS = ("result", "skipped")
 
@@ -48,21 +46,6 @@ def reference(
     return laid_out(torch.where(valid, mixed, 0), query), skipped
 
 
-def fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid_rows: torch.Tensor,
-    threshold: torch.Tensor,
-    scale: float,
-    query_tile: int,
-    key_tile: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result with the query's shape, dtype and layout, and its counts."""
-    counts = query.new_empty(query.shape[:2], dtype=torch.int64)
-    return torch.empty_like(query), counts
-
-
 def hopper(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -87,11 +70,6 @@ BODY = (
 )
 
 
-def plugin(trt: ModuleType) -> object:
-    """The TensorRT plugin's creator."""
-    return creator(trt, OP, result_shapes)
-
-
 OP = Op(
     "skip_softmax_attention",
     reference,
@@ -99,5 +77,5 @@ OP = Op(
     BODY,
     results=RESULTS,
     fast=(Fast("cuda", hopper, minimum=CAPABILITY, below=ABOVE),),
-    tensorrt=plugin,
+    plugin_shapes=result_shapes,
 )

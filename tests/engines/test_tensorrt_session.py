@@ -17,8 +17,9 @@ from engines.profile import Attention, Precision, Profile, Residency
 from engines.sessions import engine_set
 from engines.sessions.backend import EngineInputError, EngineRunError, Opening
 from engines.sessions.engine_set import EngineSet
+from engines.sessions.gpu import QUEUED
 from engines.sessions.placement import place
-from engines.sessions.tensorrt import QUEUED, TensorRTEngines
+from engines.sessions.tensorrt import TensorRTEngines
 from engines.store import (
     AxisRange,
     AxisRecord,

@@ -12,9 +12,9 @@ import torch
 
 from plugins.op import Op
 from plugins.registry import REGISTRY
-from plugins.tensorrt_plugin import PluginError, run
+from plugins.tensorrt_plugin import PluginError, creator, run
 
-WITH_PLUGINS = [op for op in REGISTRY if op.tensorrt is not None]
+WITH_PLUGINS = [op for op in REGISTRY if op.plugin_shapes is not None]
 EACH = pytest.mark.parametrize("op", WITH_PLUGINS, ids=lambda op: op.name)
 
 NUMBERS = {"scale": 0.125, "query_block": 1, "key_block": 16, "query_tile": 64, "key_tile": 128}
@@ -24,11 +24,11 @@ NUMBERS = {"scale": 0.125, "query_block": 1, "key_block": 16, "query_tile": 64, 
 def registered() -> Any:
     """The registry with every creator; they are taken out again."""
     registry = trt.get_plugin_registry()
-    creators = [op.tensorrt(trt) for op in WITH_PLUGINS if op.tensorrt]
-    assert all(registry.register_creator(creator, creator.plugin_namespace) for creator in creators)
+    creators: list[Any] = [creator(trt, op) for op in WITH_PLUGINS]
+    assert all(registry.register_creator(one, one.plugin_namespace) for one in creators)
     yield registry
-    for creator in creators:
-        registry.deregister_creator(creator)
+    for one in creators:
+        registry.deregister_creator(one)
 
 
 def make(registry: Any, op: Op, leave_out: str | None = None) -> Any:
@@ -38,8 +38,8 @@ def make(registry: Any, op: Op, leave_out: str | None = None) -> Any:
         for name, kind in op.attribute_types.items()
         if name != leave_out
     ]
-    creator = registry.get_creator(op.name, "1", "h3")
-    return creator.create_plugin(op.name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
+    made = registry.get_creator(op.name, "1", "h3")
+    return made.create_plugin(op.name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
 
 
 def test_attention_ops_have_plugins() -> None:
@@ -48,8 +48,8 @@ def test_attention_ops_have_plugins() -> None:
 
 @EACH
 def test_creator_is_found_by_name_version_and_namespace(op: Op, registered: Any) -> None:
-    creator = registered.get_creator(op.name, "1", "h3")
-    assert [field.name for field in creator.field_names] == list(op.attributes)
+    found = registered.get_creator(op.name, "1", "h3")
+    assert [field.name for field in found.field_names] == list(op.attributes)
 
 
 @EACH
