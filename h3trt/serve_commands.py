@@ -18,11 +18,14 @@ from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 from h3trt.media_options import REF_HELP, attach
+from triton_repo.names import DEFAULT_CONDITION_CACHE
 
 if TYPE_CHECKING:
     from triton_repo.client import Files, Generated
     from triton_repo.repository import RepositorySettings
     from triton_repo.server import TritonServer
+
+DEFAULT_CACHE = f"{DEFAULT_CONDITION_CACHE >> 20} MiB"
 
 # The demonstration's clip: 107 frames at the smallest canvas.
 DEMO_PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
@@ -54,7 +57,7 @@ def serve(
     ] = None,
     condition_cache: Annotated[
         str, typer.Option(help="Memory for encoded prompts and references, for each of two processes; or off.")
-    ] = "256 MiB",
+    ] = DEFAULT_CACHE,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
 ) -> None:
     """Serve an engine store with Triton on loopback until Ctrl-C or SIGTERM.
@@ -226,7 +229,7 @@ def _server(folder: Path, store: Path, chosen: RepositorySettings, ports: Mappin
 
 
 def _settings(
-    queue: int, media_hosts: Sequence[str] = (), media_root: Path | None = None, condition_cache: str = "256 MiB"
+    queue: int, media_hosts: Sequence[str] = (), media_root: Path | None = None, condition_cache: str = DEFAULT_CACHE
 ) -> RepositorySettings:
     from triton_repo.repository import RepositorySettings
 

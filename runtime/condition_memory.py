@@ -35,9 +35,6 @@ SOUND_ARRAYS = 6
 VISION_HIDDEN, VISION_ATTENTION, VISION_FEED_FORWARD = 5, 9, 3
 """Arrays [patches, .] of a vision block, whose attention streams over rows as the denoiser's does."""
 
-DEEPSTACK = 3
-"""Further rows of the text encoder's width that the vision tower gives for each of its own."""
-
 
 @dataclass(frozen=True)
 class Conditions:
@@ -111,7 +108,9 @@ def held_bytes(conditions: Conditions, dimensions: Dimensions) -> int:
     """Bytes of condition rows, and of what the vision tower made, while the text encoder runs."""
     denoiser = dimensions.denoiser
     rows = conditions.video_rows * denoiser.video_row + conditions.audio_rows * denoiser.audio_channels
-    return FLOAT * (rows + (1 + DEEPSTACK) * conditions.vision_rows * dimensions.text_encoder.hidden)
+    return FLOAT * (
+        rows + (1 + len(dimensions.vision.deepstack)) * conditions.vision_rows * dimensions.text_encoder.hidden
+    )
 
 
 def _source_pixels(one: Reference) -> int:

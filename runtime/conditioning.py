@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import torch
 from torch.nn.functional import pad
@@ -21,9 +20,6 @@ EncodeTile = Callable[[torch.Tensor], torch.Tensor]
 
 EncodeSound = Callable[[torch.Tensor], torch.Tensor]
 """A stereo waveform float32 [2, 1, 800 A] to the posterior's means float32 [2, 32, A]."""
-
-CONDITION_SEED: Final = 42
-"""Seed of every condition's posterior sample, whatever the request's: the same picture is always the same condition."""
 
 LOGVAR_MINIMUM, LOGVAR_MAXIMUM = -30.0, 20.0
 
@@ -42,7 +38,7 @@ def condition_latents(
     encode_tile: EncodeTile,
     dimensions: VideoVAEDimensions,
     units: Units,
-    seed: int = CONDITION_SEED,
+    seed: int,
 ) -> torch.Tensor:
     """Normalised latents float32 [1, 24, T, h, w] on the CPU of frames uint8 [H, W, 3], as the sampler conditions on.
 

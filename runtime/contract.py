@@ -30,7 +30,7 @@ from runtime.kinds import (
 )
 from runtime.media.facts import Kind as MediaKind
 from runtime.media.limits import COUNT_IN_ALL, COUNTS
-from runtime.reference_kinds import INPUTS, FrameIndices, MediaUrls, NamedReferences, StartTimes
+from runtime.reference_kinds import INPUTS, FrameIndices, MediaUrls, NamedReferences, ReferenceOrder, StartTimes
 from runtime.refusal import RequestError
 from runtime.task import TASKS, Task
 
@@ -49,7 +49,6 @@ PARAMETERS_BYTES = 64 * 1024
 MEDIA_BYTES = 64 << 20
 """Of all files of one request together."""
 OUTPUTS_MAXIMUM = 10
-REFERENCE_ORDERS = ("as_sent", "by_type")
 DEFAULT_RATIO = "16:9"
 """Of ref2va."""
 AUTOMATIC = ("adaptive", "auto")
@@ -235,7 +234,7 @@ _REFERENCES = (
     ),
     Field(
         "reference_order",
-        Choice(REFERENCE_ORDERS),
+        Choice(get_args(ReferenceOrder)),
         "as_sent, as diffusers does, or by_type: images, then videos, then sounds, as vllm-omni does",
         "as_sent",
         tasks=("ref2va",),
@@ -299,7 +298,7 @@ _SAMPLING = (
     Field(
         "seed_convention",
         Choice(("diffusers", "vllm-omni")),
-        "one generator for video then audio, or a fresh one with the same seed for each",
+        "one generator for conditions, video and audio in turn, or a fresh one with the same seed for each",
         "diffusers",
     ),
     Field(

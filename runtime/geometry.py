@@ -38,11 +38,6 @@ class Placement:
     top: int = 0
 
 
-def keyframe_canvas(width: int, height: int) -> Size:
-    """(width, height) of the clip that follows the ratio of a keyframe of these sides."""
-    return canvas_of(width / height)
-
-
 def keyframe_placement(index: int, size: Size, canvas: Size, geometry: KeyframeGeometry) -> Placement:
     """How keyframe `index` (0 or 1, in packed order) of these sides is put on the canvas.
 

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from plugins.dimensions import AUDIO_CHANNELS, AUDIO_TAG, MODALITIES, VIDEO_TAG
+from runtime.media.facts import Kind
+from runtime.reference_kinds import Role
 from runtime.schedule import AUDIO_CONDITION_SLOT, AUDIO_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT
 
 Stream = Literal["text", "audio", "video"]
@@ -32,9 +34,6 @@ SPATIAL_SCALE = 32
 
 Patch = tuple[int, int, int]
 
-Role = Literal["first", "last", "reference"]
-"""What a condition is to the clip: its first frame, its last frame, or something to refer to."""
-
 IMAGE_CLOCK_UNITS = 1.0
 """Time that a reference image takes on the rotary clock, which is not that of a frame."""
 
@@ -48,7 +47,7 @@ class Condition:
     of its sound, 0 where there is none.
     """
 
-    kind: Literal["image", "video", "audio"]
+    kind: Kind
     role: Role
     latent_frames: int = 0
     latent_height: int = 0

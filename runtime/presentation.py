@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 from plugins.dimensions import TEXT_TAG, VIDEO_TAG, Processor
 from runtime.contract import PROMPT
 from runtime.geometry import Grid, conditioner_frames, frame_groups, vision_tokens
+from runtime.media.facts import Kind
 from runtime.refusal import RequestError
 from runtime.text import Tokenizer
-
-ReferenceKind = Literal["image", "video", "audio"]
-
-ReferenceOrder = Literal["as_sent", "by_type"]
-"""as_sent (diffusers): in the order of the request. by_type (vllm-omni): images, videos, sounds."""
 
 TEXT_ROWS_MAXIMUM = 131_072
 """Rows that the text encoder and the denoiser are built for, pictures included."""
@@ -31,7 +27,7 @@ class Shown(Protocol):
     """What the presentation asks of a keyframe or reference."""
 
     @property
-    def kind(self) -> ReferenceKind:
+    def kind(self) -> Kind:
         """What it is."""
 
     @property
@@ -91,14 +87,6 @@ def presentation(prompt: str, references: Sequence[Shown], tokenizer: Tokenizer,
             rows.video(index, reference)
     rows.prompt(prompt)
     return rows.finish()
-
-
-def packed_order(kinds: Sequence[ReferenceKind], order: ReferenceOrder) -> list[int]:
-    """The places of the references in the order in which the model reads them."""
-    places = range(len(kinds))
-    if order == "as_sent":
-        return list(places)
-    return sorted(places, key=lambda place: ("image", "video", "audio").index(kinds[place]))
 
 
 class _Rows:

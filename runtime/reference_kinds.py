@@ -20,6 +20,12 @@ START = Number(0, 86_400, "seconds")
 
 Keyframe = Literal["first", "last"]
 
+Role = Literal["first", "last", "reference"]
+"""What a condition is to the clip: its first frame, its last frame, or something to refer to."""
+
+ReferenceOrder = Literal["as_sent", "by_type"]
+"""as_sent (diffusers): in the order of the request. by_type (vllm-omni): images, videos, sounds."""
+
 KEYFRAME_INDICES: Mapping[tuple[int, ...], tuple[Keyframe, ...]] = {
     (0,): ("first",),
     (-1,): ("last",),

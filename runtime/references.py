@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,9 +12,8 @@ from plugins.dimensions import FRAMES_PER_SECOND, Dimensions
 from plugins.shape import latents
 from runtime import geometry
 from runtime.media.facts import Facts, ImageFacts, Kind, SoundFacts, VideoFacts
+from runtime.reference_kinds import Role
 from runtime.refusal import RequestError
-
-Role = Literal["first", "last", "reference"]
 
 
 @dataclass(frozen=True)

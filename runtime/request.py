@@ -47,8 +47,8 @@ from runtime.given import GivenFields
 from runtime.kinds import Integer, is_unicode
 from runtime.media.facts import ImageFacts, SoundFacts
 from runtime.media.limits import check_bytes, check_sides, check_together
-from runtime.reference_kinds import KEYFRAME_INDICES, Keyframe
-from runtime.references import KnownFile, Reference, Role, Target, reference
+from runtime.reference_kinds import KEYFRAME_INDICES, Keyframe, ReferenceOrder, Role
+from runtime.references import KnownFile, Reference, Target, reference
 from runtime.references import condition_rows as condition_rows_of
 from runtime.refusal import MISSING, RequestError, show
 from runtime.task import TASKS, Task, check_media, choose_task, counted
@@ -56,7 +56,8 @@ from runtime.task import TASKS, Task, check_media, choose_task, counted
 __all__ = ["Limits", "Media", "RequestError", "Resolved", "parse_params", "parse_prompt", "resolve", "restore"]
 
 CONDITION_SEED = 42
-"""As the released model was conditioned (spec: model 3.5)."""
+"""Seed of every condition's posterior sample, whatever the request's: the same picture is always the same condition, as
+when the released model was trained (spec: model 3.5)."""
 
 _INTEGER_DIGITS = 1_000
 _DATA_URL = re.compile(r'"data:[^"\\]*"')
@@ -105,7 +106,7 @@ class Resolved(BaseModel):
     references: tuple[Reference, ...] = Field(description="in packed order")
     condition_video_rows: int = Field(description="packed rows of the references' pictures")
     condition_audio_rows: int = Field(description="packed rows of both channels of the references' sounds")
-    reference_order: Literal["as_sent", "by_type"]
+    reference_order: ReferenceOrder
     reference_short_edge: int
     video_reference_short_edge: int
     keyframe_geometry: KeyframeGeometry

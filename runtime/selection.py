@@ -8,7 +8,7 @@ from typing import cast
 
 from runtime.given import GivenFields
 from runtime.media.facts import Kind
-from runtime.reference_kinds import INPUTS, MEDIA_KINDS, Named
+from runtime.reference_kinds import INPUTS, MEDIA_KINDS, Named, ReferenceOrder
 from runtime.refusal import MISSING, RequestError
 from runtime.task import Task, check_media, choose_task, counted
 
@@ -38,9 +38,15 @@ def select(fields: GivenFields, files: Mapping[Kind, int], served: Sequence[Task
         Wanted(one.kind, one.spelling, one.index, one.url, start)
         for one, start in zip(named, _starts(fields, named), strict=True)
     ]
-    if fields.value("reference_order") == "by_type":
-        wanted.sort(key=lambda one: MEDIA_KINDS.index(one.kind))
-    return tuple(wanted)
+    return tuple(wanted[place] for place in packed_order(kinds, fields.value("reference_order")))
+
+
+def packed_order(kinds: Sequence[Kind], order: ReferenceOrder) -> list[int]:
+    """The places of the references in the order in which the model reads them."""
+    places = range(len(kinds))
+    if order == "as_sent":
+        return list(places)
+    return sorted(places, key=lambda place: MEDIA_KINDS.index(kinds[place]))
 
 
 def _named(fields: GivenFields, files: Mapping[Kind, int]) -> tuple[Named, ...]:

@@ -17,12 +17,11 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
 from tritonclient.utils import InferenceServerException
 
-from runtime.contract import MEDIA_BYTES
 from runtime.kinds import is_unicode
 from runtime.media.facts import Kind
 from runtime.reference_kinds import INPUTS
 from runtime.refusal import RequestError
-from runtime.request import parse_prompt
+from runtime.request import check_total, parse_prompt
 from triton_repo.names import ENSEMBLE, PREPARE, STREAM
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -196,10 +195,10 @@ def _inputs(prompt: str, params: Mapping[str, Any], files: Files | None) -> list
 
 def _check_size(files: Sequence[bytes]) -> None:
     """Refuses what the server would refuse, before it is sent: gRPC takes no message of 2 GiB."""
-    total = sum(map(len, files))
-    if total > MEDIA_BYTES:
-        rule = f"all files of a request must have at most {MEDIA_BYTES} bytes together"
-        raise ClientError(Failure.INVALID, str(RequestError("references", f"{total} bytes", rule)))
+    try:
+        check_total([sum(map(len, files))], ["references"])
+    except RequestError as error:
+        raise ClientError(Failure.INVALID, str(error)) from None
 
 
 def _unsendable(prompt: str) -> ClientError:

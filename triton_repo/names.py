@@ -17,6 +17,9 @@ MEDIA_HOSTS_PARAMETER, MEDIA_ROOT_PARAMETER = "media_hosts", "media_root"
 CACHE_PARAMETER = "condition_cache"
 """The model parameter that holds the bytes of encoded prompts and references that a process may keep."""
 
+DEFAULT_CONDITION_CACHE = 256 << 20
+"""Those bytes, unless the operator says otherwise."""
+
 CACHE_METRICS = {
     "hits": "h3_condition_cache_hits_total",
     "misses": "h3_condition_cache_misses_total",

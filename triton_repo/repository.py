@@ -29,6 +29,7 @@ from triton_repo.config import (
 from triton_repo.names import (
     CACHE_PARAMETER,
     DECODE,
+    DEFAULT_CONDITION_CACHE,
     DENOISE,
     ENCODE,
     ENSEMBLE,
@@ -59,7 +60,6 @@ REQUEST = (PROMPT, PARAMS, *MEDIA_INPUTS)
 FETCHERS = 4
 """Instances of h3_prepare where it may wait for other hosts."""
 
-DEFAULT_CONDITION_CACHE = 256 << 20
 
 _SOURCES = {PREPARE: "prepare", ENCODE: "encode", DENOISE: "denoise", DECODE: "decode", STREAM: "stream"}
 _DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))

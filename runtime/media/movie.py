@@ -45,7 +45,6 @@ Turn = tuple[int, int, int, int]
 class Movie:
     """What the header says. seconds: its claim, None where it claims nothing; turns: display matrix by track id."""
 
-    brand: bytes
     seconds: float | None
     turns: dict[int, Turn]
 
@@ -57,7 +56,7 @@ def read_movie(data: bytes) -> Movie:
     if not walk.has_index:
         raise BoxError("it has no index (moov box): not finished, or truncated")
     turns = {track: _product(turn, walk.movie_turn) for track, turn in walk.turns.items()}
-    return Movie(brand=bytes(data[8:12]), seconds=walk.seconds, turns=turns)
+    return Movie(seconds=walk.seconds, turns=turns)
 
 
 class _Walk:

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from export.miniature.tokenizer import train
+from plugins.shape import canvas_of, ratio_of
 from runtime import geometry, packing
 from runtime.packing import Condition, patchify_video
-from runtime.presentation import packed_order, presentation
+from runtime.presentation import presentation
 from runtime.rng import augmented, draw_noise
 from runtime.schedule import Schedule
+from runtime.selection import packed_order
 from runtime.text import Tokenizer
 from tests.request.sizes import RELEASED
 
@@ -263,7 +265,7 @@ def test_the_presentation_by_type_is_the_peers(theirs, monkeypatch, tmp_path):
 def test_keyframes_are_stretched_as_by_the_peer(theirs, monkeypatch):
     pictures = [Image.effect_noise((512, 300), 90).convert("RGB"), Image.effect_noise((300, 400), 90).convert("RGB")]
     ready = prepared(theirs, monkeypatch, "fl2va", pictures, [], [])
-    canvas = geometry.keyframe_canvas(512, 300)
+    canvas = canvas_of(ratio_of("512:300"))
     for index, (picture, found) in enumerate(zip(pictures, ready.images, strict=True)):
         placement = geometry.keyframe_placement(index, picture.size, canvas, "vllm-omni")
         assert (placement.left, placement.top) == (0, 0)
@@ -277,7 +279,7 @@ sides = st.tuples(st.integers(256, 5760), st.integers(256, 5760)).filter(lambda 
 @given(size=sides)
 def test_pictures_and_videos_have_the_peers_sizes(theirs, size):
     height, width = theirs.preprocessing.resolve_minimax_h3_output_canvas(size[0] / size[1], 768)
-    assert geometry.keyframe_canvas(*size) == (width, height)
+    assert canvas_of(ratio_of("{}:{}".format(*size))) == (width, height)
     assert geometry.video_size(*size, 768) == theirs.reference_video._reference_video_shape(*size)
     shape = theirs.preprocessing.resolve_minimax_h3_reference_image_shape(SimpleNamespace(size=size))
     assert geometry.image_size(*size, 2048) == shape

@@ -25,6 +25,7 @@ from runtime.conditioning import (
     video_moments,
 )
 from runtime.events import Cancellation, Cancelled, Event, Reporter, Units
+from runtime.request import CONDITION_SEED
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -99,7 +100,7 @@ def test_latents_are_those_of_diffusers(
     """The same convolutions on the same tiles: what is around them (colours, tiles, clips, sample) is exact."""
     pixels, events = video(frames, height, width), list[Event]()
     tiles = encoder_tiles(frames, height, width, dimensions.video_vae)
-    found = condition_latents(iter(pixels), encode_tile, dimensions.video_vae, units(tiles, events))
+    found = condition_latents(iter(pixels), encode_tile, dimensions.video_vae, units(tiles, events), CONDITION_SEED)
     expected = encode_vae_condition(video_vae, pixels.permute(3, 0, 1, 2)[None], MEAN, STD)
     assert torch.equal(found, expected)
     assert found.shape[2] == (1 if frames == 1 else (frames - 5) // 17 * 5 + 2)
@@ -178,7 +179,9 @@ def test_a_cancelled_request_encodes_no_further_tile(dimensions: Dimensions) -> 
         return flat_tile(tile)
 
     with pytest.raises(Cancelled, match="encoder tile 1, 2"):
-        condition_latents(iter(video(1, 256, 416)), encode, dimensions.video_vae, units(2, cancellation=cancellation))
+        condition_latents(
+            iter(video(1, 256, 416)), encode, dimensions.video_vae, units(2, cancellation=cancellation), CONDITION_SEED
+        )
     assert len(tiles) == 1
 
 
@@ -195,7 +198,7 @@ def test_what_cannot_be_a_condition_is_refused(
     frames: torch.Tensor, encode: EncodeTile, message: str, dimensions: Dimensions
 ) -> None:
     with pytest.raises(ConditionError, match=message):
-        condition_latents(iter(frames), encode, dimensions.video_vae, units(1))
+        condition_latents(iter(frames), encode, dimensions.video_vae, units(1), CONDITION_SEED)
 
 
 def test_a_soundtrack_of_no_samples_or_not_stereo_is_refused(dimensions: Dimensions) -> None:

@@ -22,6 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as their_image_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as their_video_resize
 
+from plugins.shape import canvas_of, ratio_of
 from runtime import geometry
 from tests.request.sizes import RELEASED
 
@@ -36,7 +37,7 @@ sides = st.tuples(st.integers(256, 5760), st.integers(256, 5760)).filter(lambda 
 @given(sides)
 def test_keyframes_and_videos_get_the_canvas_that_diffusers_gives_them(size):
     height, width = resolve_canvas_size(*size, 32, 768, 768 * 1344)
-    assert geometry.keyframe_canvas(*size) == geometry.video_size(*size, 768) == (width, height)
+    assert canvas_of(ratio_of("{}:{}".format(*size))) == geometry.video_size(*size, 768) == (width, height)
 
 
 @settings(max_examples=300, deadline=None)

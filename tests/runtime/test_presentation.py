@@ -20,8 +20,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from export.miniature.tokenizer import train
 from runtime.geometry import conditioner_frames, image_grid, video_grid
-from runtime.presentation import TEXT_ROWS_MAXIMUM, packed_order, presentation
+from runtime.presentation import TEXT_ROWS_MAXIMUM, presentation
 from runtime.refusal import RequestError
+from runtime.selection import packed_order
 from runtime.text import Tokenizer
 from tests.request.sizes import RELEASED
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
+from tritonclient.grpc import InferenceServerClient
 
 from tests.conftest import Demonstration
 from tests.serving.toy_repository import write_toy_repository
+from triton_repo.client import Client
 from triton_repo.names import PUBLIC_MODELS
 from triton_repo.ports import DEFAULT_PORTS, port_is_free
 from triton_repo.repository import RepositorySettings, render
@@ -72,6 +74,18 @@ def server(
     started = time.monotonic()
     with TritonServer(settings) as one:
         request.config.stash[READY_SECONDS] = time.monotonic() - started
+        yield one
+
+
+@pytest.fixture
+def client(server: TritonServer) -> Iterator[Client]:
+    with Client(server.endpoints.grpc) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def raw(server: TritonServer) -> Iterator[InferenceServerClient]:
+    with InferenceServerClient(server.endpoints.grpc) as one:
         yield one
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +39,6 @@ CPU_SECONDS, GROWTH = 2, 300 << 20
 
 LEFT = 1.02
 """What mixed requests may leave of memory, beside what the first five left."""
-
-
-@pytest.fixture
-def client(server: TritonServer) -> Iterator[Client]:
-    with Client(server.endpoints.grpc) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def raw(server: TritonServer) -> Iterator[InferenceServerClient]:
-    with InferenceServerClient(server.endpoints.grpc) as one:
-        yield one
 
 
 def _elements(name: str, values: list[bytes]) -> InferInput:

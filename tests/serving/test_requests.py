@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,18 +24,6 @@ from triton_repo.server import TritonServer
 
 PROMPT = "A red fox trots through fresh snow."
 QUICK = {**SMALL, "num_inference_steps": 1, "seed": 5}
-
-
-@pytest.fixture
-def client(server: TritonServer) -> Iterator[Client]:
-    with Client(server.endpoints.grpc) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def raw(server: TritonServer) -> Iterator[InferenceServerClient]:
-    with InferenceServerClient(server.endpoints.grpc) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
