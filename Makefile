@@ -92,7 +92,7 @@ lint: setup ## style
 	$(VENV)/bin/ruff format --check .
 
 types: setup ## static types
-	$(VENV)/bin/mypy plugins export engines runtime triton_repo h3trt
+	$(VENV)/bin/mypy plugins export engines runtime triton_repo gateway h3trt
 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) build out
