@@ -110,7 +110,7 @@ IMAGE = ("a.png", PNG, "image/png")
 @pytest.mark.parametrize(
     ("data", "files", "field", "rule"),
     [
-        ({}, [], "prompt", "missing"),
+        ({"seed": "1"}, [], "prompt", "missing"),
         ({"prompt": ""}, [], "prompt", "must be a string of 1 to 7000 characters"),
         ({"prompt": "x" * 7001}, [], "prompt", "this one has 7001"),
         ({"prompt": "p"}, [("input_refrence", IMAGE)], "input_refrence", "unknown field"),
