@@ -238,9 +238,8 @@ def test_json_and_form_ask_for_the_same() -> None:
         Part(name, None, "", bytearray((value if isinstance(value, str) else json.dumps(value)).encode()))
         for name, value in params.items()
     ]
-    assert (
-        asked_of_form(form).fingerprint() == asked_of_json(json.dumps({"prompt": "p", **params}).encode()).fingerprint()
-    )
+    body = json.dumps({"prompt": "p", **params}).encode()
+    assert asked_of_form(form).fingerprint() == asked_of_json(body).fingerprint()
 
 
 def test_the_fingerprint_tells_requests_apart() -> None:
