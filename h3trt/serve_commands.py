@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,7 @@ from triton_repo.names import DEFAULT_CONDITION_CACHE
 if TYPE_CHECKING:
     from triton_repo.client import Files, Generated
     from triton_repo.repository import RepositorySettings
-    from triton_repo.server import TritonServer
+    from triton_repo.watchdog import RestartPolicy, Watchdog
 
 DEFAULT_CACHE = f"{DEFAULT_CONDITION_CACHE >> 20} MiB"
 
@@ -59,19 +60,29 @@ def serve(
         str, typer.Option(help="Memory for encoded prompts and references, for each of two processes; or off.")
     ] = DEFAULT_CACHE,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Times in a row that a server is started again that died or hangs.")
+    ] = 5,
+    hang_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds without an answer or a unit of progress that count as hung; 0: never.")
+    ] = 900,
 ) -> None:
     """Serve an engine store with Triton on loopback until Ctrl-C or SIGTERM.
 
-    Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once.
+    Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once. A server that dies,
+    loses a model's process or hangs is started again under the same ports; exit code 5 when that does not help.
     """
+    from triton_repo.watchdog import RestartPolicy
+
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
     settings = _settings(queue, media_host or [], media_root, condition_cache)
-    with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports) as server:
+    policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
+    with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports, policy) as server:
         console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
         console.line(f"HTTP    http://{server.endpoints.http}")
         console.line(f"metrics http://{server.endpoints.metrics}/metrics")
         try:
-            server.wait()
+            server.run()
         except KeyboardInterrupt:
             console.heading("stopping: new requests are refused, running ones may finish (Ctrl-C ends them at once)")
             if not server.drain(drain_timeout):
@@ -207,23 +218,34 @@ class _Local:
 
 
 @contextmanager
-def _server(folder: Path, store: Path, chosen: RepositorySettings, ports: Mapping[str, int]) -> Iterator[TritonServer]:
+def _server(
+    folder: Path,
+    store: Path,
+    chosen: RepositorySettings,
+    ports: Mapping[str, int],
+    policy: RestartPolicy | None = None,
+) -> Iterator[Watchdog]:
     """A ready server of the store, its repository rendered anew in `folder`. Raises StoreError and ServerError."""
     from triton_repo.names import PUBLIC_MODELS
     from triton_repo.repository import render
-    from triton_repo.server import ServerSettings, TritonServer
+    from triton_repo.server import ServerSettings
+    from triton_repo.serving_state import ServingState
+    from triton_repo.watchdog import Watchdog
     from triton_repo.workplace import held
 
+    state = ServingState(folder / "state")
     with ExitStack() as running:
         running.enter_context(held(folder))
-        models = render(store, folder / "repository", chosen)
+        models = render(store, folder / "repository", replace(chosen, state=state.folder))
         settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
         started = time.monotonic()
         with console.steps() as progress:
             numbers = itertools.count(1)
-            server = running.enter_context(
-                TritonServer(settings, lambda name: progress(Moment(next(numbers), len(models), name, "ready")))
-            )
+
+            def loaded(name: str) -> None:
+                progress(Moment(next(numbers), len(models), name, "ready"))
+
+            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading))
         console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
         yield server
 

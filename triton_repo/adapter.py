@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import secrets
-import traceback
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,147 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from runtime.events import Cancelled
+from runtime.condition_cache import ConditionCache
+from runtime.events import Cancelled, Event, Stage
 from runtime.media.facts import Kind
 from runtime.media.source import MediaPolicy
 from runtime.reference_kinds import INPUTS
 from runtime.request import RequestError, parse_params
+from triton_repo import metric_table as table
+from triton_repo.logs import Log, set_up
+from triton_repo.metric_table import Metric
 from triton_repo.names import (
-    CACHE_METRICS,
     CACHE_PARAMETER,
     MEDIA_HOSTS_PARAMETER,
     MEDIA_ROOT_PARAMETER,
-    RUNNING_METRIC,
+    STATE_PARAMETER,
     STORE_PARAMETER,
 )
+from triton_repo.serving_state import ServingState
+from triton_repo.stage_clock import StageClock
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the model's configuration says: the engine store, where media may come from, and bytes of the cache."""
+    """What the model's configuration says: the engine store, where media may come from, bytes of the cache, and what
+    the server remembers."""
 
     store: Path
     media: MediaPolicy
     condition_cache: int
+    state: ServingState | None
 
     @staticmethod
     def of(parameters: Mapping[str, str]) -> Settings:
         """The settings that `RepositorySettings.parameters` wrote."""
         hosts, root = parameters[MEDIA_HOSTS_PARAMETER], parameters[MEDIA_ROOT_PARAMETER]
         media = MediaPolicy(url_hosts=tuple(hosts.split(",")) if hosts else (), root=Path(root) if root else None)
-        return Settings(Path(parameters[STORE_PARAMETER]), media, int(parameters[CACHE_PARAMETER]))
+        state = parameters[STATE_PARAMETER]
+        return Settings(
+            store=Path(parameters[STORE_PARAMETER]),
+            media=media,
+            condition_cache=int(parameters[CACHE_PARAMETER]),
+            state=ServingState(Path(state)) if state else None,
+        )
+
+
+class Metrics:
+    """What one model publishes through Triton; a family and its samples begin when first used."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        # Triton forgets a metric whose family is no longer held.
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, ...], Any] = {}
+
+    def add(self, metric: Metric, value: float, **labels: str) -> None:
+        """Adds to a counter or a gauge."""
+        self._sample(metric, labels).increment(value)
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """Adds an observation to a histogram."""
+        self._sample(metric, labels).observe(value)
+
+    def show(self, metric: Metric, value: float, **labels: str) -> None:
+        """Brings a gauge, or a counter that only grows, to a value."""
+        sample = self._sample(metric, labels)
+        sample.increment(value - sample.value())
+
+    def _sample(self, metric: Metric, labels: Mapping[str, str]) -> Any:
+        key = (metric.name, *labels.values())
+        if key not in self._metrics:
+            buckets = {"buckets": list(metric.buckets)} if metric.kind == "histogram" else {}
+            self._metrics[key] = self._family(metric).Metric(labels={"model": self._model, **labels}, **buckets)
+        return self._metrics[key]
+
+    def _family(self, metric: Metric) -> Any:
+        if metric.name not in self._families:
+            kind = getattr(pb_utils.MetricFamily, metric.kind.upper())
+            family = pb_utils.MetricFamily(name=metric.name, description=metric.meaning, kind=kind)
+            self._families[metric.name] = family
+        return self._families[metric.name]
+
+
+class Work:
+    """One request in a model: counts its progress and, when it ends, publishes and logs how."""
+
+    def __init__(self, model: str, request: str, metrics: Metrics, log: Log) -> None:
+        self._model, self._metrics = model, metrics
+        self._log = log.of(request=request)
+        self._clock = StageClock(time.monotonic)
+        self._media_seconds = 0.0
+        self._outcome: str = "done"
+        metrics.add(table.RUNNING, 1)
+
+    def progress(self, event: Event) -> None:
+        """Counts a progress event."""
+        units, seconds = self._clock(event)
+        if units:
+            self._metrics.add(table.UNITS, units, stage=event.stage)
+        if event.stage == "denoise" and units == 1:
+            self._metrics.observe(table.STEP, seconds)
+
+    def received(self, files: Sequence[bytes]) -> None:
+        """Counts files that came with the request."""
+        self._metrics.add(table.RECEIVED, sum(map(len, files)))
+
+    def made(self, mp4: bytes, seconds: float) -> None:
+        """Counts a finished clip, of so many seconds."""
+        self._metrics.add(table.SENT, len(mp4))
+        self._media_seconds += seconds
+
+    def error(self, error: Exception) -> pb_utils.TritonError:
+        """How `error` is told to the client; one that is no fault of the request is logged with its traceback."""
+        if isinstance(error, RequestError):
+            return self._refusal("refused", error, pb_utils.TritonError.INVALID_ARG)
+        if isinstance(error, Cancelled):
+            return self._refusal("cancelled", error, pb_utils.TritonError.CANCELLED)
+        self._outcome = "failed"
+        incident = secrets.token_hex(4)
+        self._log.error("incident", error, incident=incident)
+        message = f"{self._model} failed with {type(error).__name__}; the server's log has the details under {incident}"
+        return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
+
+    def _refusal(self, outcome: str, error: Exception, code: int) -> pb_utils.TritonError:
+        self._outcome = outcome
+        self._log.info(outcome, reason=str(error))
+        return pb_utils.TritonError(str(error), code)
+
+    def end(self) -> Mapping[Stage, float]:
+        """Publishes the outcome; the seconds of each stage if the request was answered."""
+        seconds = self._clock.finish()
+        self._metrics.add(table.RUNNING, -1)
+        self._metrics.add(table.REQUESTS, 1, outcome=self._outcome)
+        if self._outcome != "done":
+            return {}
+        self._metrics.observe(table.REQUEST_SECONDS, seconds)
+        stages = {stage: round(spent, 3) for stage, spent in self._clock.seconds.items()}
+        for stage, spent in stages.items():
+            self._metrics.observe(table.STAGE_SECONDS, spent, stage=stage)
+        if self._media_seconds:
+            self._metrics.observe(table.FACTOR, seconds / self._media_seconds)
+        self._log.info("done", seconds=round(seconds, 3), stages=stages)
+        return self._clock.seconds
 
 
 class Model(ABC):
@@ -58,67 +170,39 @@ class Model(ABC):
         self.name = args["model_name"]
         parameters = json.loads(args["model_config"])["parameters"]
         self.settings = Settings.of({name: value["string_value"] for name, value in parameters.items()})
-        self.open(self.settings.store)
+        set_up()
+        self.log = Log(self.name)
+        self.metrics = Metrics(self.name)
         # Triton's own metrics count what waits for a model but not what runs in it; draining needs both.
-        self._running_family = pb_utils.MetricFamily(
-            name=RUNNING_METRIC,
-            description="Requests that the model is working on",
-            kind=pb_utils.MetricFamily.GAUGE,
-        )
-        self._running = self._running_family.Metric(labels={"model": self.name})
+        self.metrics.show(table.RUNNING, 0)
+        started = time.monotonic()
+        self.open(self.settings.store)
+        self.log.info("opened", seconds=round(time.monotonic() - started, 3))
 
     @abstractmethod
     def open(self, store: Path) -> None:
         """Open what the model needs of the engine store at `store`."""
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Counts a request as running in the server's metrics."""
-        self._running.increment(1)
+    def working(self, request: pb_utils.InferenceRequest) -> Iterator[Work]:
+        """One request that the model works on; the block must not raise, `Work.error` takes what it would."""
+        work = Work(self.name, request.request_id(), self.metrics, self.log)
         try:
-            yield
+            yield work
         finally:
-            self._running.increment(-1)
+            work.end()
 
-    def error(self, error: Exception) -> pb_utils.TritonError:
-        """How `error` is told to the client; one that is no fault of the request is logged with its traceback."""
-        if isinstance(error, RequestError):
-            return pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
-        if isinstance(error, Cancelled):
-            return pb_utils.TritonError(str(error), pb_utils.TritonError.CANCELLED)
-        incident = secrets.token_hex(4)
-        pb_utils.Logger.log_error(f"{self.name}: incident {incident}\n{''.join(traceback.format_exception(error))}")
-        message = f"{self.name} failed with {type(error).__name__}; the server's log has the details under {incident}"
-        return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
-
-
-class CacheMetrics:
-    """The counts of a cache of conditions in the server's metrics."""
-
-    def __init__(self, model: str) -> None:
-        kinds = {"hits": pb_utils.MetricFamily.COUNTER, "misses": pb_utils.MetricFamily.COUNTER}
-        # Triton forgets a metric whose family is no longer held.
-        self._families = {
-            count: pb_utils.MetricFamily(
-                name=name,
-                description=f"{count} of the cache of encoded prompts and references",
-                kind=kinds.get(count, pb_utils.MetricFamily.GAUGE),
-            )
-            for count, name in CACHE_METRICS.items()
-        }
-        self._metrics = {count: family.Metric(labels={"model": model}) for count, family in self._families.items()}
-
-    def show(self, counts: Mapping[str, int]) -> None:
-        """Publishes the counts; those of hits and misses only grow."""
-        for count, metric in self._metrics.items():
-            metric.increment(counts[count] - metric.value())
+    def show_cache(self, cache: ConditionCache) -> None:
+        """Publishes the counts of a cache of conditions."""
+        for count, value in asdict(cache.counts).items():
+            self.metrics.show(table.CACHE[count], value)
 
 
 class UnaryModel(Model):
     """A model that gives one answer to a request."""
 
     @abstractmethod
-    def run(self, request: pb_utils.InferenceRequest) -> list[pb_utils.Tensor]:
+    def run(self, request: pb_utils.InferenceRequest, work: Work) -> list[pb_utils.Tensor]:
         """The output tensors of one request."""
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
@@ -126,11 +210,11 @@ class UnaryModel(Model):
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
-        with self.counted():
+        with self.working(request) as work:
             try:
-                return pb_utils.InferenceResponse(self.run(request))
+                return pb_utils.InferenceResponse(self.run(request, work))
             except Exception as error:
-                return pb_utils.InferenceResponse(error=self.error(error))
+                return pb_utils.InferenceResponse(error=work.error(error))
 
 
 def read_request(request: pb_utils.InferenceRequest) -> tuple[bytes, dict[str, Any], dict[Kind, list[bytes]]]:

@@ -35,6 +35,9 @@ POLL_SECONDS = 0.1
 REFUSAL = re.compile(r"\S+: (got .*|missing); ", re.DOTALL)
 """How the text of a RequestError begins, which is all that tells one on a stream."""
 
+_LOST_MODEL = re.compile(r"Stub process .* is not healthy")
+"""What Triton says while a model's process is gone, until the server has been started again."""
+
 
 class Failure(Enum):
     """Why a request did not end with an MP4; the values are gRPC's names."""
@@ -251,6 +254,8 @@ def _client_error(error: InferenceServerException) -> ClientError:
         failure = known.get(code, Failure.INTERNAL)
     else:
         failure = _uncoded_failure(message)
+    if _LOST_MODEL.search(message):
+        failure = Failure.UNAVAILABLE
     if failure is Failure.UNAVAILABLE and "connect" in message:
         message = f"no server answers: {message}; start one with: h3trt serve"
     return ClientError(failure, message)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from triton_repo.names import RUNNING_METRIC
+from triton_repo.metric_table import RUNNING, UNITS
+from triton_repo.scrape import value
 
 # What only the owner may ask for: with these a client could load code of its own or map the server's memory.
 RESTRICTED = "model-repository,shared-memory,trace,logging"
@@ -17,6 +19,15 @@ UNREACHABLE = (OSError, http.client.HTTPException)
 
 WAITING_METRIC = "nv_inference_pending_request_count"
 """Triton's gauge of the requests that wait for a model."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What models are doing: requests that wait for them, requests that they work on, and progress made since start."""
+
+    waiting: int
+    running: int
+    units: int
 
 
 class Control:
@@ -42,12 +53,24 @@ class Control:
 
     def requests(self, model: str) -> int | None:
         """Requests that wait for the model or run in it; None for one that does not publish what runs in it."""
-        _, text = self._call(self._metrics_address, "GET", "/metrics")
-        waiting, running = (_gauge(text, name, model) for name in (WAITING_METRIC, RUNNING_METRIC))
-        return None if running is None else int(running + (waiting or 0))
+        text = self._metrics()
+        running = value(text, RUNNING.name, model=model)
+        return None if running is None else int(running + (value(text, WAITING_METRIC, model=model) or 0))
 
-    def _call(self, address: str, method: str, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
+    def activity(self, models: Sequence[str], seconds: float = REQUEST_SECONDS) -> Activity:
+        """What these models are doing together. A server that hangs does not answer within `seconds`, which raises."""
+        text = self._metrics(seconds)
+        sums = [
+            sum(value(text, name, model=model) or 0.0 for model in models)
+            for name in (WAITING_METRIC, RUNNING.name, UNITS.name)
+        ]
+        return Activity(*map(int, sums))
+
+    def _metrics(self, seconds: float = REQUEST_SECONDS) -> str:
+        return self._call(self._metrics_address, "GET", "/metrics", seconds)[1]
+
+    def _call(self, address: str, method: str, path: str, seconds: float = REQUEST_SECONDS) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(address, timeout=seconds)
         try:
             body = "{}" if method == "POST" else None
             connection.request(method, path, body, {HEADER: self._secret})
@@ -55,9 +78,3 @@ class Control:
             return response.status, response.read().decode(errors="replace")
         finally:
             connection.close()
-
-
-def _gauge(metrics: str, name: str, model: str) -> float | None:
-    """The value of one model's gauge in Prometheus text."""
-    match = re.search(rf'^{name}\{{[^}}]*model="{re.escape(model)}"[^}}]*\}} (\S+)$', metrics, re.MULTILINE)
-    return float(match[1]) if match else None

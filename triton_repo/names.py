@@ -20,12 +20,8 @@ CACHE_PARAMETER = "condition_cache"
 DEFAULT_CONDITION_CACHE = 256 << 20
 """Those bytes, unless the operator says otherwise."""
 
-CACHE_METRICS = {
-    "hits": "h3_condition_cache_hits_total",
-    "misses": "h3_condition_cache_misses_total",
-    "bytes": "h3_condition_cache_bytes",
-}
-"""What the cache of encoded prompts and references did, and the bytes that it holds."""
+STATE_PARAMETER = "state"
+"""The model parameter that holds the folder of what a server remembers from one start to the next; empty: none."""
 
-RUNNING_METRIC = "h3_running_requests"
-"""The gauge of the requests that a model works on; Triton itself only counts those that wait."""
+DEVICE_MODELS = (STREAM, ENCODE, DENOISE, DECODE)
+"""The models that run engines, one request at a time."""

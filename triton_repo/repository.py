@@ -36,6 +36,7 @@ from triton_repo.names import (
     MEDIA_HOSTS_PARAMETER,
     MEDIA_ROOT_PARAMETER,
     PREPARE,
+    STATE_PARAMETER,
     STORE_PARAMETER,
     STREAM,
 )
@@ -71,12 +72,14 @@ class RepositorySettings:
 
     max_queue_size: requests that wait for a model before more are refused. media_hosts, media_root: where URLs of media
     may lead to. condition_cache: bytes of encoded prompts and references that each of h3_encode and h3_stream may keep.
+    state: folder of what the server remembers from one start to the next; None: it remembers nothing.
     """
 
     max_queue_size: int = 8
     media_hosts: tuple[str, ...] = ()
     media_root: Path | None = None
     condition_cache: int = DEFAULT_CONDITION_CACHE
+    state: Path | None = None
 
     def parameters(self, store: Path) -> dict[str, str]:
         """The parameters of every Python model."""
@@ -85,6 +88,7 @@ class RepositorySettings:
             MEDIA_HOSTS_PARAMETER: ",".join(self.media_hosts),
             MEDIA_ROOT_PARAMETER: "" if self.media_root is None else str(self.media_root.resolve()),
             CACHE_PARAMETER: str(self.condition_cache),
+            STATE_PARAMETER: "" if self.state is None else str(self.state.resolve()),
         }
 
 

@@ -38,7 +38,8 @@ class Toy:
         self.store = directory / "store"
         self.repository = directory / "repository"
         self.log_file = directory / "server.log"
-        write_toy_repository(self.repository, self.store)
+        self.state = directory / "state"
+        write_toy_repository(self.repository, self.store, self.state)
         self.settings = ServerSettings(self.repository, self.log_file, PUBLIC_MODELS, ready_timeout=TOY_READY_SECONDS)
 
     def spans(self) -> list[tuple[float, float]]:

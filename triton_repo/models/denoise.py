@@ -21,12 +21,12 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline = Pipeline.open(store, stages=["denoise"])
         self.pipeline.warm()
 
-    def run(self, request: Any) -> list[pb_utils.Tensor]:
+    def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Runs all forwards of every output; a cancelled request stops before the next one."""
         resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
         names = ("TEXT", "TAGS", "CONDITION_VIDEO", "CONDITION_AUDIO")
         encoded = Encoded(*(torch.from_dlpack(adapter.read_tensor(request, name)) for name in names))
         cancellation = Cancellation(request.is_cancelled)
-        made = list(self.pipeline.denoise(resolved, encoded, lambda event: None, cancellation))
+        made = list(self.pipeline.denoise(resolved, encoded, work.progress, cancellation))
         video, audio = (torch.cat(latents) for latents in zip(*made, strict=True))
         return [adapter.write_tensor("VIDEO", video), adapter.write_tensor("AUDIO", audio)]

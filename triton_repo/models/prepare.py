@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.intake import Intake
 from triton_repo import adapter
+from triton_repo import metric_table as table
 
 
 class TritonPythonModel(adapter.UnaryModel):
@@ -17,10 +18,13 @@ class TritonPythonModel(adapter.UnaryModel):
     def open(self, store: Path) -> None:
         """Read the store's manifest and tokenizer."""
         self.intake = Intake.open(store, self.settings.media)
+        state = self.settings.state
+        self.metrics.show(table.RESTARTS, state.restarts() if state is not None else 0)
 
-    def run(self, request: Any) -> list[pb_utils.Tensor]:
+    def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Refuses with the request contract's own text."""
         taken = self.intake.take(*adapter.read_request(request))
+        work.received(taken.media)
         return [
             adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json()),
             pb_utils.Tensor("TOKENS", taken.presented.token_ids),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from runtime.condition_cache import ConditionCache
-from runtime.events import Cancellation
+from runtime.events import Cancellation, Event
 from runtime.pipeline import Pipeline
 from triton_repo import adapter
 
@@ -31,34 +30,35 @@ class TritonPythonModel(adapter.Model):
     def open(self, store: Path) -> None:
         """Open the engines of all stages."""
         self.cache = ConditionCache(self.settings.condition_cache)
-        self.metrics = adapter.CacheMetrics(self.name)
         self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
         self.pipeline.warm()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answers each request with its messages, one request after the other."""
         for request in requests:
-            with self.counted():
-                self._answer_in_parts(request)
+            with self.working(request) as work:
+                self._answer_in_parts(request, work)
 
-    def _answer_in_parts(self, request: Any) -> None:
+    def _answer_in_parts(self, request: Any, work: adapter.Work) -> None:
         sender = request.get_response_sender()
         try:
-            self._generate(request, sender)
+            self._generate(request, sender, work)
         except Exception as error:
-            sender.send(pb_utils.InferenceResponse(error=self.error(error)), flags=FINAL)
+            sender.send(pb_utils.InferenceResponse(error=work.error(error)), flags=FINAL)
         finally:
-            self.metrics.show(asdict(self.cache.counts))
+            self.show_cache(self.cache)
 
-    def _generate(self, request: Any, sender: Any) -> None:
+    def _generate(self, request: Any, sender: Any, work: adapter.Work) -> None:
+        def report(event: Event) -> None:
+            work.progress(event)
+            sender.send(_message(adapter.write_bytes("EVENT", event.to_json())))
+
         taken = self.pipeline.take(*adapter.read_request(request))
+        work.received(taken.media)
         sender.send(_message(adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json())))
-        clips = self.pipeline.generate(
-            taken,
-            lambda event: sender.send(_message(adapter.write_bytes("EVENT", event.to_json()))),
-            Cancellation(sender.is_cancelled),
-        )
+        clips = self.pipeline.generate(taken, report, Cancellation(sender.is_cancelled))
         for index, mp4 in enumerate(clips):
+            work.made(mp4, taken.resolved.seconds)
             message = _message(pb_utils.Tensor("INDEX", np.array([index])), adapter.write_bytes("MP4", mp4))
             sender.send(message, flags=FINAL if index == taken.resolved.outputs - 1 else MORE)
 
