@@ -6,10 +6,11 @@ Only Triton's Python stub can import this module. It imports no torch, and `h3_p
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,22 +20,33 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from engines.store import Manifest
 from runtime.condition_cache import ConditionCache
-from runtime.events import Cancelled, Event, Stage
+from runtime.estimate import Queue, WorkStage
+from runtime.events import Cancelled, Event
+from runtime.forecast import Forecaster, Late
+from runtime.intake import Taken
 from runtime.media.facts import Kind
 from runtime.media.source import MediaPolicy
 from runtime.reference_kinds import INPUTS
-from runtime.request import RequestError, parse_params
+from runtime.request import RequestError, Resolved, parse_params
+from runtime.timings import Recorder, identity
+from runtime.work import Work as WorkAmount
 from triton_repo import metric_table as table
+from triton_repo.control import UNREACHABLE, read_metrics
 from triton_repo.logs import Log, set_up
 from triton_repo.metric_table import Metric
 from triton_repo.names import (
+    ARRIVAL,
     CACHE_PARAMETER,
+    DEVICE_MODELS,
     MEDIA_HOSTS_PARAMETER,
     MEDIA_ROOT_PARAMETER,
+    METRICS_VARIABLE,
     STATE_PARAMETER,
     STORE_PARAMETER,
 )
+from triton_repo.queue_state import queue_of
 from triton_repo.serving_state import ServingState
 from triton_repo.stage_clock import StageClock
 
@@ -109,6 +121,7 @@ class Work:
         self._clock = StageClock(time.monotonic)
         self._media_seconds = 0.0
         self._outcome: str = "done"
+        self._works: Mapping[WorkStage, WorkAmount] = {}
         metrics.add(table.RUNNING, 1)
 
     def progress(self, event: Event) -> None:
@@ -118,6 +131,10 @@ class Work:
             self._metrics.add(table.UNITS, units, stage=event.stage)
         if event.stage == "denoise" and units == 1:
             self._metrics.observe(table.STEP, seconds)
+
+    def begins(self, works: Mapping[WorkStage, WorkAmount]) -> None:
+        """Says how much work the request is, so that its times say something of others."""
+        self._works = works
 
     def received(self, files: Sequence[bytes]) -> None:
         """Counts files that came with the request."""
@@ -132,6 +149,8 @@ class Work:
         """How `error` is told to the client; one that is no fault of the request is logged with its traceback."""
         if isinstance(error, RequestError):
             return self._refusal("refused", error, pb_utils.TritonError.INVALID_ARG)
+        if isinstance(error, Late):
+            return self._refusal("late", error, pb_utils.TritonError.UNAVAILABLE)
         if isinstance(error, Cancelled):
             return self._refusal("cancelled", error, pb_utils.TritonError.CANCELLED)
         self._outcome = "failed"
@@ -145,8 +164,8 @@ class Work:
         self._log.info(outcome, reason=str(error))
         return pb_utils.TritonError(str(error), code)
 
-    def end(self) -> Mapping[Stage, float]:
-        """Publishes the outcome; the seconds of each stage if the request was answered."""
+    def end(self) -> Mapping[WorkAmount, float]:
+        """Publishes the outcome; seconds of the work that is done if the request was answered."""
         seconds = self._clock.finish()
         self._metrics.add(table.RUNNING, -1)
         self._metrics.add(table.REQUESTS, 1, outcome=self._outcome)
@@ -159,11 +178,23 @@ class Work:
         if self._media_seconds:
             self._metrics.observe(table.FACTOR, seconds / self._media_seconds)
         self._log.info("done", seconds=round(seconds, 3), stages=stages)
-        return self._clock.seconds
+        done = {work: self._clock.seconds[stage] for stage, work in self._works.items() if stage in self._clock.seconds}
+        return {**done, request_in(self._model): seconds} if done else {}
+
+
+def request_in(model: str) -> WorkAmount:
+    """A request in a model, whatever its size."""
+    return WorkAmount(f"request in {model}", 1.0)
 
 
 class Model(ABC):
     """Triton's life cycle around one piece of the pipeline; a subclass opens what it needs and executes requests."""
+
+    cache: ConditionCache | None = None
+    """Of what the model encodes, if it does."""
+    forecaster: Forecaster
+    """Of a model that measures."""
+    _recorder: Recorder | None = None
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the model. Triton refuses to load it when this raises, with the exception's text (a StoreError, say)."""
@@ -183,16 +214,52 @@ class Model(ABC):
     def open(self, store: Path) -> None:
         """Open what the model needs of the engine store at `store`."""
 
+    def measure(self, manifest: Manifest) -> None:
+        """From now on, remember what the work of requests takes with these engines, and estimate others by it."""
+        state = self.settings.state
+        self.forecaster = Forecaster(manifest, state.timings if state is not None else None)
+        if state is not None:
+            self._recorder = Recorder(state.timings / f"{self.name}.json", identity(manifest))
+
     @contextmanager
     def working(self, request: pb_utils.InferenceRequest) -> Iterator[Work]:
         """One request that the model works on; the block must not raise, `Work.error` takes what it would."""
         work = Work(self.name, request.request_id(), self.metrics, self.log)
+        reused = self.cache.counts.hits if self.cache is not None else 0
         try:
             yield work
         finally:
-            work.end()
+            done = dict(work.end())
+            if self.cache is not None:
+                self._show_cache(self.cache)
+                if self.cache.counts.hits != reused:
+                    # What was not encoded says nothing of what encoding takes.
+                    done = {one: seconds for one, seconds in done.items() if not one.kind.startswith("encode")}
+            if done and self._recorder is not None:
+                self._recorder.add(done)
 
-    def show_cache(self, cache: ConditionCache) -> None:
+    def queue(self) -> Queue | None:
+        """What the server has to do before a request that comes now; None where its metrics cannot be read."""
+        try:
+            text = read_metrics(os.environ[METRICS_VARIABLE])
+        except (KeyError, *UNREACHABLE):
+            return None
+        means = {model: self.forecaster.mean(request_in(model).kind) for model in DEVICE_MODELS}
+        return queue_of(text, {model: mean for model, mean in means.items() if mean is not None})
+
+    def admitted(self, taken: Taken, arrival: int | None, queue: Queue | None) -> Resolved:
+        """A request with its estimate. Raises RequestError and Late for one that cannot meet its deadline."""
+        rows = len(taken.presented.token_ids)
+        estimate = self.forecaster.estimate(taken.resolved, rows, taken.memory_bytes, queue, arrival)
+        self.forecaster.check(taken.resolved, estimate)
+        return taken.resolved.model_copy(update={"estimate": estimate})
+
+    def check_deadline(self, resolved: Resolved, stages: Collection[WorkStage]) -> None:
+        """Refuses a request that has waited too long for its deadline, with `stages` to come. Raises Late."""
+        if resolved.estimate is not None:
+            self.forecaster.check(resolved, resolved.estimate.model_copy(update={"queue": None}), stages)
+
+    def _show_cache(self, cache: ConditionCache) -> None:
         """Publishes the counts of a cache of conditions."""
         for count, value in asdict(cache.counts).items():
             self.metrics.show(table.CACHE[count], value)
@@ -222,6 +289,17 @@ def read_request(request: pb_utils.InferenceRequest) -> tuple[bytes, dict[str, A
     prompt, params = (read_bytes(request, name) for name in ("PROMPT", "PARAMS"))
     files = {kind: read_elements(request, name) for kind, name in INPUTS.items()}
     return prompt, parse_params(params), files
+
+
+def read_arrival(request: pb_utils.InferenceRequest) -> int | None:
+    """When the request came to the server, by the estimate that its client was given; None: it does not say.
+
+    The request's parameter `arrival`, microseconds of the server's own clock. Raises RequestError.
+    """
+    arrival = json.loads(request.parameters()).get(ARRIVAL)
+    if arrival is None or (type(arrival) is int and arrival >= 0):
+        return arrival
+    raise RequestError(ARRIVAL, arrival, "must be the integer that the estimate of the request has")
 
 
 def read_elements(request: pb_utils.InferenceRequest, name: str) -> list[bytes]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from triton_repo.metric_table import RUNNING, UNITS
+from triton_repo.metric_table import RUNNING, UNITS, WAITING
 from triton_repo.scrape import value
 
 # What only the owner may ask for: with these a client could load code of its own or map the server's memory.
@@ -16,9 +16,6 @@ HEADER = "h3trt-admin"
 REQUEST_SECONDS = 10.0
 UNREACHABLE = (OSError, http.client.HTTPException)
 """What every call raises when the server does not answer."""
-
-WAITING_METRIC = "nv_inference_pending_request_count"
-"""Triton's gauge of the requests that wait for a model."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +52,34 @@ class Control:
         """Requests that wait for the model or run in it; None for one that does not publish what runs in it."""
         text = self._metrics()
         running = value(text, RUNNING.name, model=model)
-        return None if running is None else int(running + (value(text, WAITING_METRIC, model=model) or 0))
+        return None if running is None else int(running + (value(text, WAITING, model=model) or 0))
 
     def activity(self, models: Sequence[str], seconds: float = REQUEST_SECONDS) -> Activity:
         """What these models are doing together. A server that hangs does not answer within `seconds`, which raises."""
         text = self._metrics(seconds)
         sums = [
             sum(value(text, name, model=model) or 0.0 for model in models)
-            for name in (WAITING_METRIC, RUNNING.name, UNITS.name)
+            for name in (WAITING, RUNNING.name, UNITS.name)
         ]
         return Activity(*map(int, sums))
 
     def _metrics(self, seconds: float = REQUEST_SECONDS) -> str:
-        return self._call(self._metrics_address, "GET", "/metrics", seconds)[1]
+        return read_metrics(self._metrics_address, seconds)
 
-    def _call(self, address: str, method: str, path: str, seconds: float = REQUEST_SECONDS) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(address, timeout=seconds)
-        try:
-            body = "{}" if method == "POST" else None
-            connection.request(method, path, body, {HEADER: self._secret})
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
-        finally:
-            connection.close()
+    def _call(self, address: str, method: str, path: str) -> tuple[int, str]:
+        return _call(address, method, path, {HEADER: self._secret}, REQUEST_SECONDS)
+
+
+def read_metrics(address: str, seconds: float = REQUEST_SECONDS) -> str:
+    """The Prometheus text of the server whose metrics are at `address`. Raises one of UNREACHABLE."""
+    return _call(address, "GET", "/metrics", {}, seconds)[1]
+
+
+def _call(address: str, method: str, path: str, headers: Mapping[str, str], seconds: float) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(address, timeout=seconds)
+    try:
+        connection.request(method, path, "{}" if method == "POST" else None, dict(headers))
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    finally:
+        connection.close()

@@ -31,6 +31,9 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+WAITING = "nv_inference_pending_request_count"
+"""Triton's own gauge of the requests that wait for a model."""
+
 RUNNING = Metric(
     "h3_running_requests",
     "gauge",

@@ -25,3 +25,12 @@ STATE_PARAMETER = "state"
 
 DEVICE_MODELS = (STREAM, ENCODE, DENOISE, DECODE)
 """The models that run engines, one request at a time."""
+
+METRICS_VARIABLE = "H3TRT_METRICS_ADDRESS"
+"""The environment variable that tells models where their own server publishes its metrics, as host:port."""
+
+ARRIVAL = "arrival"
+"""The request parameter that says when a request came, as its estimate says it."""
+
+HIGH, NORMAL = 1, 2
+"""Priorities of requests, as Triton counts them: what is HIGH leaves the queue before what is NORMAL, the default."""

@@ -17,6 +17,7 @@ from triton_repo.child import POLL_SECONDS, Child
 from triton_repo.control import HEADER, RESTRICTED, UNREACHABLE, Control
 from triton_repo.errors import ServerError
 from triton_repo.installation import Installation
+from triton_repo.names import METRICS_VARIABLE
 from triton_repo.ports import LOOPBACK, choose_ports
 from triton_repo.server_log import FollowedLog, failure, keep_previous, loaded_model
 from triton_repo.shared_memory import private_prefix
@@ -143,7 +144,8 @@ class TritonServer:
             str(installation.binary),
             *_arguments(self.settings, self._ports, backends, shm_prefix, self._secret),
         ]
-        child = Child(command, installation.environment(), log)
+        environment = installation.environment() | {METRICS_VARIABLE: self.endpoints.metrics}
+        child = Child(command, environment, log)
         resources.callback(child.stop, self.settings.exit_timeout + 5.0)
         return child
 

@@ -14,6 +14,11 @@ class ServingState:
 
     folder: Path
 
+    @property
+    def timings(self) -> Path:
+        """The folder of what requests have taken (`runtime.timings`)."""
+        return self.folder / "timings"
+
     def forget_restarts(self) -> None:
         """Count from nothing: a new `h3trt serve` has begun."""
         (self.folder / _RESTARTS).unlink(missing_ok=True)

@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation, Event
 from runtime.pipeline import Pipeline
+from runtime.work import work_of
 from triton_repo import adapter
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -31,6 +32,7 @@ class TritonPythonModel(adapter.Model):
         """Open the engines of all stages."""
         self.cache = ConditionCache(self.settings.condition_cache)
         self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
+        self.measure(self.pipeline.manifest)
         self.pipeline.warm()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -45,17 +47,18 @@ class TritonPythonModel(adapter.Model):
             self._generate(request, sender, work)
         except Exception as error:
             sender.send(pb_utils.InferenceResponse(error=work.error(error)), flags=FINAL)
-        finally:
-            self.show_cache(self.cache)
 
     def _generate(self, request: Any, sender: Any, work: adapter.Work) -> None:
         def report(event: Event) -> None:
             work.progress(event)
             sender.send(_message(adapter.write_bytes("EVENT", event.to_json())))
 
+        arrival = adapter.read_arrival(request)
         taken = self.pipeline.take(*adapter.read_request(request))
         work.received(taken.media)
-        sender.send(_message(adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json())))
+        resolved = self.admitted(taken, arrival, queue=None)
+        work.begins(work_of(resolved, len(taken.presented.token_ids), self.pipeline.manifest.dimensions))
+        sender.send(_message(adapter.write_bytes("RESOLVED", resolved.model_dump_json())))
         clips = self.pipeline.generate(taken, report, Cancellation(sender.is_cancelled))
         for index, mp4 in enumerate(clips):
             work.made(mp4, taken.resolved.seconds)
