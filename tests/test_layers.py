@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("plugins", "export", "engines", "runtime", "triton_repo", "h3trt")
+PACKAGES = ("plugins", "export", "engines", "runtime", "triton_repo", "gateway", "h3trt")
 
 OPENING = (
     "engines.backend",
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "engines": ("plugins", "export"),
     "runtime": ("plugins", *OPENING),
     "triton_repo": ("plugins", "runtime", *OPENING),
+    "gateway": ("runtime", "triton_repo"),
 }
 """What each layer may import besides itself; `h3trt`, the command line, may import all."""
 
@@ -62,7 +63,7 @@ def within(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def is_serving(module: str) -> bool:
-    return within(module, ("runtime", "triton_repo", *OPENING))
+    return within(module, ("runtime", "triton_repo", "gateway", *OPENING))
 
 
 SERVING = [module for package in PACKAGES for module in modules(package) if is_serving(module)]

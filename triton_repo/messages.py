@@ -130,9 +130,17 @@ def client_error(error: InferenceServerException) -> ClientError:
     return ClientError(failure, message)
 
 
+_QUEUE_FULL = "Exceeds maximum queue size"
+
+
+def is_queue_full(error: ClientError) -> bool:
+    """Whether the server refused a request because too many wait."""
+    return error.failure is Failure.UNAVAILABLE and _QUEUE_FULL in str(error)
+
+
 def _uncoded_failure(message: str) -> Failure:
     """What comes over a stream has no code: tell it by its text."""
-    if "Exceeds maximum queue size" in message or "no available versions" in message or "timeout expired" in message:
+    if _QUEUE_FULL in message or "no available versions" in message or "timeout expired" in message:
         return Failure.UNAVAILABLE
     if message.startswith("cancelled"):
         return Failure.CANCELLED
