@@ -19,7 +19,7 @@ from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 from h3trt.media_options import REF_HELP, attach
-from triton_repo.names import DEFAULT_CONDITION_CACHE
+from triton_repo.names import DEFAULT_CONDITION_CACHE, HIGH, NORMAL
 
 if TYPE_CHECKING:
     from triton_repo.client import Files, Generated
@@ -48,7 +48,12 @@ def serve(
     grpc_port: PortOption = 8001,
     http_port: PortOption = 8000,
     metrics_port: PortOption = 8002,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for a model; more are refused.")] = 8,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Requests of each priority that may wait for a model; more are refused.")
+    ] = 8,
+    queue_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a request that still waits is refused.")
+    ] = 86_400,
     media_host: Annotated[
         list[str] | None,
         typer.Option(help="Host that requests may name URLs of, or *.HOST for all below it; repeat it. Default: none."),
@@ -75,7 +80,7 @@ def serve(
     from triton_repo.watchdog import RestartPolicy
 
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    settings = _settings(queue, media_host or [], media_root, condition_cache)
+    settings = _settings(queue, media_host or [], media_root, condition_cache, queue_timeout)
     policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
     with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports, policy) as server:
         console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
@@ -100,6 +105,10 @@ def generate(
     first: Annotated[str | None, typer.Option(help="Image that is the first frame: a file or a URL.")] = None,
     last: Annotated[str | None, typer.Option(help="Image that is the last frame: a file or a URL.")] = None,
     ref: Annotated[list[str] | None, typer.Option(help=REF_HELP)] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds until the clip must be there; refused at once if it cannot be.")
+    ] = None,
+    urgent: Annotated[bool, typer.Option("--urgent", help="Leave the queue before requests that are not.")] = False,
     outputs: Annotated[int | None, typer.Option(help="Clips to make, 1 to 10; the i-th has seed + i.")] = None,
     params: Annotated[str, typer.Option(help="Further fields of the request, as a JSON object.")] = "{}",
     out: Annotated[
@@ -121,10 +130,11 @@ def generate(
         "seed": seed,
         "num_inference_steps": forwards,
         "num_outputs_per_prompt": outputs,
+        "deadline": deadline,
     }
     media = attach(first, last, ref or [])
     request = _object(params) | media.params | {name: value for name, value in given.items() if value is not None}
-    source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout)
+    source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout, urgent)
     if dry_run:
         console.line(json.dumps(source.resolve(prompt, request, media.files), indent=2, ensure_ascii=False))
         return
@@ -181,8 +191,9 @@ def doctor(profile: ProfileOption = "cpu", store: StoreOption = None) -> None:
 class _Remote:
     """Clips from a server."""
 
-    def __init__(self, url: str, timeout: float | None) -> None:
+    def __init__(self, url: str, timeout: float | None, urgent: bool = False) -> None:
         self._url, self._timeout = url, timeout
+        self._priority = HIGH if urgent else NORMAL
 
     def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
         from triton_repo.client import Client
@@ -194,7 +205,7 @@ class _Remote:
         from triton_repo.client import Client
 
         with Client(self._url) as client:
-            return client.generate(prompt, params, progress, self._timeout, files)
+            return client.generate(prompt, params, progress, self._timeout, files, self._priority)
 
 
 class _Local:
@@ -251,11 +262,15 @@ def _server(
 
 
 def _settings(
-    queue: int, media_hosts: Sequence[str] = (), media_root: Path | None = None, condition_cache: str = DEFAULT_CACHE
+    queue: int,
+    media_hosts: Sequence[str] = (),
+    media_root: Path | None = None,
+    condition_cache: str = DEFAULT_CACHE,
+    queue_timeout: float = 86_400.0,
 ) -> RepositorySettings:
     from triton_repo.repository import RepositorySettings
 
-    return RepositorySettings(queue, tuple(media_hosts), media_root, _cache_bytes(condition_cache))
+    return RepositorySettings(queue, queue_timeout, tuple(media_hosts), media_root, _cache_bytes(condition_cache))
 
 
 def _cache_bytes(text: str) -> int:

@@ -85,7 +85,7 @@ class Forecaster:
         whole = sum(one or 0.0 for one in estimate.stages.values())
         if whole > resolved.deadline:
             rule = f"the request takes about {whole:.1f} s on this server"
-            raise RequestError("deadline", resolved.deadline, rule, math.ceil(whole))
+            raise RequestError("deadline", resolved.deadline, rule, math.floor(whole) + 1)
         rest = sum(estimate.stages[stage] or 0.0 for stage in stages)
         passed = (self._clock() - estimate.arrival) / MICROSECONDS
         ahead = 0.0 if estimate.queue is None else estimate.queue.seconds or 0.0

@@ -6,6 +6,7 @@ set of engines: under another `identity` it begins anew.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -110,4 +111,5 @@ def read(file: Path, identity: str) -> Record | None:
 def identity(manifest: Manifest) -> str:
     """What tells the engines of a store, and the profile they run under, from others."""
     engines = {graph: engine.key for graph, engine in sorted(manifest.graphs.items())}
-    return json.dumps([manifest.profile.name, manifest.checkpoint.fingerprint, engines])
+    told = json.dumps([manifest.profile.name, manifest.checkpoint.fingerprint, engines])
+    return hashlib.sha256(told.encode()).hexdigest()

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,14 @@ class Model(ABC):
                     # What was not encoded says nothing of what encoding takes.
                     done = {one: seconds for one, seconds in done.items() if not one.kind.startswith("encode")}
             if done and self._recorder is not None:
-                self._recorder.add(done)
+                self._remember(done, self._recorder)
+
+    def _remember(self, done: Mapping[WorkAmount, float], recorder: Recorder) -> None:
+        try:
+            recorder.add(done)
+        except OSError as error:
+            # A full disk costs estimates, not the request that has just been answered.
+            self.log.warning("timings were not kept", reason=str(error))
 
     def queue(self) -> Queue | None:
         """What the server has to do before a request that comes now; None where its metrics cannot be read."""
@@ -261,8 +268,9 @@ class Model(ABC):
 
     def _show_cache(self, cache: ConditionCache) -> None:
         """Publishes the counts of a cache of conditions."""
-        for count, value in asdict(cache.counts).items():
-            self.metrics.show(table.CACHE[count], value)
+        counts = cache.counts
+        for count, metric in table.CACHE.items():
+            self.metrics.show(metric, getattr(counts, count))
 
 
 class UnaryModel(Model):

@@ -70,7 +70,7 @@ def server(
 ) -> Iterator[TritonServer]:
     """The real models over the miniature's engines, for all tests that do not stop it."""
     directory = tmp_path_factory.mktemp("server")
-    render(demonstration.store, directory / "repository", RepositorySettings())
+    render(demonstration.store, directory / "repository", RepositorySettings(state=directory / "state"))
     settings = ServerSettings(directory / "repository", directory / "server.log", PUBLIC_MODELS)
     started = time.monotonic()
     with TritonServer(settings) as one:

@@ -9,7 +9,7 @@ from triton_repo.config import EnsembleStep, InstanceGroup, ModelConfig, QueuePo
 from triton_repo.names import ENSEMBLE, PREPARE, STREAM
 from triton_repo.repository import EVENT, INDEX, MP4, PARAMS, PROMPT, RESOLVED, RepositorySettings
 
-QUEUE = QueuePolicy(2)
+QUEUE = QueuePolicy(2, 60_000_000)
 DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
 
 
