@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from engines.store import Manifest
-from runtime.condition_cache import ConditionCache
 from runtime.estimate import Queue, WorkStage
 from runtime.events import Cancelled, Event
 from runtime.forecast import Forecaster, Late
@@ -49,6 +48,9 @@ from triton_repo.names import (
 from triton_repo.queue_state import queue_of
 from triton_repo.serving_state import ServingState
 from triton_repo.stage_clock import StageClock
+
+if TYPE_CHECKING:
+    from runtime.condition_cache import ConditionCache
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from triton_repo.scrape import value
 
 # What only the owner may ask for: with these a client could load code of its own or map the server's memory.
 RESTRICTED = "model-repository,shared-memory,trace,logging"
+HTTP_RESTRICTED = f"{RESTRICTED},inference"
+"""Over HTTP, inference too: one body in a few 100,000 chunks ends a Triton 2.51 that begins to read it."""
 HEADER = "h3trt-admin"
 REQUEST_SECONDS = 10.0
 UNREACHABLE = (OSError, http.client.HTTPException)

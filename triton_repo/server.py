@@ -14,7 +14,7 @@ from types import TracebackType
 import psutil
 
 from triton_repo.child import POLL_SECONDS, Child
-from triton_repo.control import HEADER, RESTRICTED, UNREACHABLE, Control
+from triton_repo.control import HEADER, HTTP_RESTRICTED, RESTRICTED, UNREACHABLE, Control
 from triton_repo.errors import ServerError
 from triton_repo.installation import Installation
 from triton_repo.names import METRICS_VARIABLE
@@ -27,7 +27,8 @@ from triton_repo.shared_memory import private_prefix
 class ServerSettings:
     """How to run the server. A port of 0 means any free one; times are in seconds.
 
-    `models` are the ones that clients call; an ensemble brings its steps with it.
+    `models` are the ones that clients call; an ensemble brings its steps with it. A client that has been silent for
+    `keepalive` is asked whether it is still there and has as long to answer, or its requests are cancelled.
     """
 
     repository: Path
@@ -38,6 +39,7 @@ class ServerSettings:
     metrics_port: int = 0
     ready_timeout: float = 300.0
     exit_timeout: int = 5
+    keepalive: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -194,12 +196,24 @@ def _arguments(
         "--model-load-thread-count=8",
         *(f"--{service}-address={LOOPBACK}" for service in ports),
         *(f"--{service}-port={port}" for service, port in ports.items()),
+        *_keepalive(settings.keepalive),
         "--allow-gpu-metrics=false",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         # Instances that name a resource in their configuration take turns.
         "--rate-limit=execution_count",
         f"--grpc-restricted-protocol={RESTRICTED}:{HEADER}={secret}",
-        f"--http-restricted-api={RESTRICTED}:{HEADER}={secret}",
+        f"--http-restricted-api={HTTP_RESTRICTED}:{HEADER}={secret}",
         f"--exit-timeout-secs={settings.exit_timeout}",
         "--log-format=ISO8601",
+    ]
+
+
+def _keepalive(seconds: float) -> list[str]:
+    """A client whose machine or network goes says no good-bye; Triton would keep its requests for two hours."""
+    milliseconds = round(seconds * 1000)
+    return [
+        f"--grpc-keepalive-time={milliseconds}",
+        f"--grpc-keepalive-timeout={milliseconds}",
+        # A call without progress has nothing to send meanwhile, and is asked all the same.
+        "--grpc-http2-max-pings-without-data=0",
     ]
