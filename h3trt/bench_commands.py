@@ -52,7 +52,8 @@ def bench(
     from engines.profile import Profile
     from h3trt.exits import CommandError
 
-    loaded = Profile.load(profile)
+    # What is measured is the first tier; engines of others would only take time to compile.
+    loaded = Profile.load(profile).model_copy(update={"quality": {}})
     if loaded.backend != "inductor" or not loaded.on_gpu:
         raise CommandError(f"profile {profile}: backend = {loaded.backend!r}: must be 'inductor' with a device")
     if not torch.cuda.is_available():

@@ -43,7 +43,7 @@ class Intake:
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, policy: MediaPolicy | None = None) -> None:
         self._dimensions = manifest.dimensions
-        self._limits = Limits(tasks=tasks_of(manifest.bindings))
+        self._limits = Limits(tasks=tasks_of(manifest.bindings), tiers=manifest.profile.tiers)
         self._memory = MemoryModel.of(manifest)
         self._tokenizer = tokenizer
         self._policy = policy or MediaPolicy()
