@@ -47,7 +47,7 @@ def _denoising(resolved: Resolved, text_rows: int, size: DenoiserDimensions) -> 
     rows = text_rows + conditions + resolved.video_rows + resolved.audio_rows
     weights = 4 * size.hidden * size.inner + 3 * size.hidden * size.ffn
     runs = resolved.outputs * resolved.forwards * size.layers
-    return Work("denoise", runs * _operations(rows, weights, size.inner))
+    return Work(f"denoise of quality {resolved.quality.tier}", runs * _operations(rows, weights, size.inner))
 
 
 def _decoding(resolved: Resolved) -> Work:

@@ -18,6 +18,7 @@ OPENING = (
     "engines.layers",
     "engines.machine",
     "engines.profile",
+    "engines.quality",
     "engines.sessions",
     "engines.store",
     "engines.tensorrt",

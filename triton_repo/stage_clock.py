@@ -26,7 +26,8 @@ class StageClock:
 
     def __call__(self, event: Event) -> tuple[int, float]:
         """Counts an event; the units of its stage that are new, and the seconds since the event before."""
-        continues = event.stage == self._stage and event.index > self._index
+        # An event may say more of what is done, and the next output begins anew.
+        continues = event.stage == self._stage and event.index >= self._index
         units = event.index - self._index if continues else event.index
         passed = self._spend(event.stage if event.index else self._stage)
         self._stage, self._index = event.stage, event.index

@@ -56,7 +56,7 @@ def test_nothing_measured_is_said_to_be_unknown_and_holds_no_deadline_up(manifes
     resolved = _resolved(manifest, deadline=1)
     estimate = forecaster.estimate(resolved, ROWS, 7 << 20)
     assert (estimate.seconds, estimate.stages["denoise"], estimate.memory_bytes) == (None, None, 7 << 20)
-    assert "denoise: not measured yet" in estimate.basis
+    assert "denoise of quality lossless: not measured yet" in estimate.basis
     forecaster.check(resolved, estimate)
 
 
@@ -67,7 +67,7 @@ def test_the_same_request_is_expected_to_take_what_it_took_and_more_steps_more(
     same = forecaster.estimate(_resolved(manifest), ROWS, 0)
     assert same.stages == {"encode": 1.0, "denoise": 4.0, "decode": 2.0}
     assert same.seconds == 7.0
-    assert "denoise: 1 request of 1 times the work" in same.basis
+    assert "denoise of quality lossless: 1 request of 1 times the work" in same.basis
     more = forecaster.estimate(_resolved(manifest, num_inference_steps=8, num_outputs_per_prompt=2), ROWS, 0)
     assert more.stages == {"encode": 1.0, "denoise": 16.0, "decode": 4.0}
     unknown = forecaster.estimate(_resolved(manifest, preset="slow"), ROWS, 0)

@@ -133,6 +133,16 @@ def test_progress_runs_through_the_stages_in_order(client: Client) -> None:
     assert [event["seconds"] for event in events] == sorted(event["seconds"] for event in events)
 
 
+def test_a_tier_of_quality_is_what_the_request_gets(client: Client) -> None:
+    events: list[Any] = []
+    two = {**QUICK, "num_inference_steps": 2}
+    made = client.generate(PROMPT, {**two, "quality": "skip"}, events.append)
+    # Of two forwards the first, at sigma 1, is above the gate.
+    assert [one["attention"] for one in made.resolved["quality"]["attending"]] == ["dense", "skip"]
+    assert [event["skipped_tiles"] > 0 for event in events if "skipped_tiles" in event] == [True]
+    assert made.mp4 != client.generate(PROMPT, two).mp4
+
+
 class Stop(Exception):
     """Raised in a progress callback."""
 
