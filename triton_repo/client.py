@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from triton_repo.messages import (
     ClientError,
     Failure,
     Files,
+    call_options,
     client_error,
     is_final,
     optional_bytes,
@@ -25,7 +27,7 @@ from triton_repo.messages import (
     required_text,
     told,
 )
-from triton_repo.names import ENSEMBLE, PREPARE, STREAM
+from triton_repo.names import ENSEMBLE, NORMAL, PREPARE, STREAM
 
 __all__ = ["Client", "ClientError", "Failure", "Files", "Generated", "Progress"]
 
@@ -64,14 +66,22 @@ class Client:
         self._client.close()
 
     def resolve(
-        self, prompt: str, params: Mapping[str, Any], timeout: float | None = None, files: Files | None = None
+        self,
+        prompt: str,
+        params: Mapping[str, Any],
+        timeout: float | None = None,
+        files: Files | None = None,
+        request_id: str = "",
     ) -> Mapping[str, Any]:
-        """The request with every default and derived size filled in; nothing is generated. Raises ClientError."""
+        """The request with every default and derived size filled in, and what the server expects it to take.
+
+        Nothing is generated. `request_id`: the name of the request in the server's log. Raises ClientError.
+        """
         outputs = [InferRequestedOutput("RESOLVED")]
         with told():
             inputs = request_inputs(prompt, params, files)
             # Not MEDIA: the files would come back.
-            result = self._client.infer(PREPARE, inputs, outputs=outputs, client_timeout=timeout)
+            result = self._client.infer(PREPARE, inputs, outputs=outputs, client_timeout=timeout, request_id=request_id)
         return json.loads(required_text(result, "RESOLVED"))
 
     def generate_unary(
@@ -81,8 +91,9 @@ class Client:
 
         `timeout` is in seconds. Raises ClientError.
         """
+        inputs, request_id = request_inputs(prompt, params, files), _new_id()
         with told():
-            result = self._client.infer(ENSEMBLE, request_inputs(prompt, params, files), client_timeout=timeout)
+            result = self._client.infer(ENSEMBLE, inputs, client_timeout=timeout, request_id=request_id)
         resolved = json.loads(required_text(result, "RESOLVED"))
         mp4s = result.as_numpy("MP4")
         return Generated(_complete({} if mp4s is None else dict(enumerate(mp4s)), resolved), resolved)
@@ -94,6 +105,7 @@ class Client:
         progress: Progress = lambda event: None,
         timeout: float | None = None,
         files: Files | None = None,
+        priority: int = NORMAL,
     ) -> Generated:
         """A call to resolve the request, then one to `h3_stream`; `progress` is called in this thread.
 
@@ -102,9 +114,11 @@ class Client:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         # Errors of a stream have no codes, and one to nowhere would only say that it is broken: this call says why.
-        resolved = self.resolve(prompt, params, timeout, files)
+        request_id = _new_id()
+        resolved = self.resolve(prompt, params, timeout, files, request_id)
+        options = call_options(resolved, request_id, priority)
         mp4s: dict[int, bytes] = {}
-        with self._stream(request_inputs(prompt, params, files)) as messages:
+        with self._stream(request_inputs(prompt, params, files), options) as messages:
             for result in messages.until_final(deadline):
                 if (text := optional_bytes(result, "EVENT")) is not None:
                     progress(json.loads(text))
@@ -113,13 +127,13 @@ class Client:
         return Generated(_complete(mp4s, resolved), resolved)
 
     @contextmanager
-    def _stream(self, inputs: list[InferInput]) -> Iterator[_Messages]:
+    def _stream(self, inputs: list[InferInput], options: Mapping[str, Any]) -> Iterator[_Messages]:
         messages = _Messages()
         # The header triton_grpc_error would give errors their codes, but Triton 2.51 may die of such an error.
         self._client.start_stream(messages.put)
         try:
             with told():
-                self._client.async_stream_infer(STREAM, inputs, enable_empty_final_response=True)
+                self._client.async_stream_infer(STREAM, inputs, enable_empty_final_response=True, **options)
             yield messages
         finally:
             # Triton 2.51 may die of a cancellation that meets a request as it ends (its issue 7368, mended in 2.53).
@@ -156,6 +170,11 @@ class _Messages:
             except queue.Empty:
                 continue
         raise ClientError(Failure.TIMEOUT, "the request took longer than its timeout and was cancelled")
+
+
+def _new_id() -> str:
+    """A name for a request that no other has."""
+    return secrets.token_hex(8)
 
 
 def _complete(mp4s: Mapping[int, bytes], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:

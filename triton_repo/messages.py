@@ -18,12 +18,16 @@ from runtime.media.facts import Kind
 from runtime.reference_kinds import INPUTS
 from runtime.refusal import RequestError
 from runtime.request import check_total, parse_prompt
+from triton_repo.names import ARRIVAL, NORMAL
 
 Files = Mapping[Kind, Sequence[bytes]]
 """The files of a request, each whole, by kind; a kind that has none may be left out."""
 
 REFUSAL = re.compile(r"(?P<field>\S+): (got .*|missing); ", re.DOTALL)
 """How the text of a RequestError begins, which is all that tells one on a stream."""
+
+LOST_MODEL = re.compile(r"Stub process .* is not healthy")
+"""What Triton says while a model's process is gone, until the server has been started again."""
 
 
 class Failure(Enum):
@@ -52,6 +56,19 @@ def request_inputs(prompt: str, params: Mapping[str, Any], files: Files | None) 
     _check_size([element for _, elements in sent for element in elements])
     media = [_elements(name, elements) for name, elements in sent]
     return [_elements("PROMPT", [prompt.encode()]), _elements("PARAMS", [json.dumps(params).encode()]), *media]
+
+
+def call_options(resolved: Mapping[str, Any], request_id: str, priority: int = NORMAL) -> dict[str, Any]:
+    """What goes with a call of `h3_stream` beside the inputs, for a request as h3_prepare has resolved it.
+
+    Its id, its priority, when it came, and its deadline as the longest that it may wait.
+    """
+    options: dict[str, Any] = {"request_id": request_id, "priority": priority}
+    if resolved.get("estimate"):
+        options["parameters"] = {ARRIVAL: resolved["estimate"][ARRIVAL]}
+    if resolved.get("deadline"):
+        options["timeout"] = round(resolved["deadline"] * 1e6)
+    return options
 
 
 def _check_size(files: Sequence[bytes]) -> None:
@@ -120,6 +137,8 @@ def client_error(error: InferenceServerException) -> ClientError:
         failure = known.get(code, Failure.INTERNAL)
     else:
         failure = _uncoded_failure(message)
+    if LOST_MODEL.search(message):
+        failure = Failure.UNAVAILABLE
     if failure is Failure.UNAVAILABLE and "connect" in message:
         message = f"no server answers: {message}; start one with: h3trt serve"
     return ClientError(failure, message)
@@ -136,6 +155,8 @@ def is_queue_full(error: ClientError) -> bool:
 def _uncoded_failure(message: str) -> Failure:
     """What comes over a stream has no code: tell it by its text."""
     if _QUEUE_FULL in message or "no available versions" in message or "timeout expired" in message:
+        return Failure.UNAVAILABLE
+    if message.startswith("late: "):
         return Failure.UNAVAILABLE
     if message.startswith("cancelled"):
         return Failure.CANCELLED
