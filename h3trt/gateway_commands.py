@@ -44,7 +44,9 @@ def gateway(
     from gateway.keys import Keys
     from gateway.server import serve
     from gateway.settings import GatewaySettings
+    from triton_repo.logs import set_up
 
+    set_up()
     settings = GatewaySettings(
         triton=triton,
         folder=folder,
