@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
 
 LINES_SHOWN = 12
 _ERROR = re.compile(r'^\S+ E \d+ \S+\] "?(?P<text>.*?)"?$')
+_LINE = re.compile(r'^(?P<time>\S+) (?P<level>[A-Z]) \d+ \S+\] "?(?P<text>.*?)"?$')
 # What every start on a machine without GPUs says, and the echo of a failure that is told before it.
 _HARMLESS = re.compile("CudaDriverHelper|NVML|DCGM|pinned memory|Unable to create stream|failed to stop server", re.I)
 _MODEL_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: \w+: (?:\w+: )?(?P<text>.*)")
@@ -42,6 +44,19 @@ def loaded_model(line: str) -> str | None:
     """The model that a line reports as loaded, if it does."""
     match = _LOADED.search(line)
     return match["model"] if match else None
+
+
+def as_json(line: str) -> str:
+    """A line as a JSON object: what the models wrote is one already, Triton's own become one of the same fields."""
+    if line.startswith("{"):
+        return line
+    own = _LINE.match(line)
+    if own is None:
+        return json.dumps({"level": "info", "source": "tritonserver", "event": line}, ensure_ascii=False)
+    level = {"E": "error", "W": "warning", "I": "info"}.get(own["level"], "debug")
+    return json.dumps(
+        {"time": own["time"], "level": level, "source": "tritonserver", "event": own["text"]}, ensure_ascii=False
+    )
 
 
 def failure(log: str) -> str:

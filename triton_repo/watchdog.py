@@ -53,12 +53,16 @@ class Watchdog:
         policy: RestartPolicy | None = None,
         loaded: Callable[[str], None] = lambda model: None,
         told: Callable[[str], None] = lambda text: None,
+        logged: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`loaded` hears of each model that becomes ready, `told` of each loss and of each start after it."""
+        """`loaded` hears of each model that becomes ready, `told` of each loss and of each start after it.
+
+        `logged` gets each line of the server's log.
+        """
         self._settings = settings
         self._state = state
         self._policy = policy or RestartPolicy()
-        self._loaded, self._told = loaded, told
+        self._loaded, self._told, self._logged = loaded, told, logged
         self._running = ExitStack()
         self._server: TritonServer | None = None
 
@@ -122,7 +126,7 @@ class Watchdog:
         time.sleep(delay)
 
     def _start(self) -> None:
-        server = TritonServer(self._settings, self._loaded)
+        server = TritonServer(self._settings, self._loaded, self._logged)
         # A port that was any free one is now this one.
         self._settings, self._endpoints = server.settings, server.endpoints
         self._server = self._running.enter_context(server)
