@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
-Stage = Literal["prepare", "encode", "denoise", "decode"]
-"""Parts of a request that report progress, in the order in which they run."""
+Stage = Literal["prepare", "encode", "denoise", "decode", "deliver"]
+"""Parts of a request that report progress, in the order in which they begin; `deliver` runs beside `decode`."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Event:
     """One progress report: `index` of `total` units of `stage` are done, `seconds` after the request began.
 
     Index 0 says that the stage has started. Units are, in `encode`, tiles of conditions, soundtracks, pictures shown to
-    the text encoder and its layers; forwards in `denoise`; tiles in `decode`.
+    the text encoder and its layers; forwards in `denoise`; tiles in `decode`; in `deliver` frames that were
+    encoded when a piece of the MP4 left: the first such event tells how long that took.
     """
 
     stage: Stage
@@ -49,17 +50,20 @@ class Event:
 class Reporter:
     """Stamps progress with the time since it was made and hands each event to a sink.
 
-    `clock` returns monotonic seconds and is injected, so that a test needs no waiting.
+    `clock` returns monotonic seconds and is injected, so that a test needs no waiting. Events come one at a time and in
+    the order of their seconds, whichever thread reports them.
     """
 
     def __init__(self, sink: Callable[[Event], None], clock: Callable[[], float]) -> None:
         self._sink = sink
         self._clock = clock
         self._start = clock()
+        self._one_at_a_time = threading.Lock()
 
     def __call__(self, stage: Stage, index: int, total: int) -> None:
         """Send one event, `index` of `total` units of `stage` being done."""
-        self._sink(Event(stage, index, total, self._clock() - self._start))
+        with self._one_at_a_time:
+            self._sink(Event(stage, index, total, self._clock() - self._start))
 
 
 class Cancelled(Exception):

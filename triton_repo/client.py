@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ Progress = Callable[[Mapping[str, Any]], None]
 
 Files = Mapping[Kind, Sequence[bytes]]
 """The files of a request, each whole, by kind; a kind that has none may be left out."""
+
+Fragments = Callable[[int, bytes], None]
+"""Receives the pieces of fragmented MP4s as they come: the index of the output, and its next bytes."""
 
 POLL_SECONDS = 0.1
 
@@ -56,10 +60,14 @@ class ClientError(Exception):
 
 @dataclass(frozen=True)
 class Generated:
-    """Finished clips: the bytes of each output's MP4 and the request as the server resolved it."""
+    """Finished clips: the bytes of each output's MP4 and the request as the server resolved it.
+
+    first_fragment: seconds from the call to the first piece of a fragmented MP4; None where none came by itself.
+    """
 
     mp4s: tuple[bytes, ...]
     resolved: Mapping[str, Any]
+    first_fragment: float | None = None
 
     @property
     def mp4(self) -> bytes:
@@ -113,23 +121,31 @@ class Client:
         progress: Progress = lambda event: None,
         timeout: float | None = None,
         files: Files | None = None,
+        fragments: Fragments = lambda index, piece: None,
     ) -> Generated:
-        """A call to resolve the request, then one to `h3_stream`; `progress` is called in this thread.
+        """A call to resolve the request, then one to `h3_stream`; `progress` and `fragments` are called in this thread.
 
-        Any exception in this thread, such as KeyboardInterrupt or one that `progress` raises, cancels the request on
-        the server, which stops within one step. `timeout` is in seconds for the whole request. Raises ClientError.
+        `fragments` is called where the request asks for the container fragmented. Any exception in this thread, such as
+        KeyboardInterrupt or one that a callback raises, cancels the request on the server, which stops within one step.
+        `timeout` is in seconds for the whole request. Raises ClientError.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
         # Errors of a stream have no codes, and one to nowhere would only say that it is broken: this call says why.
         resolved = self.resolve(prompt, params, timeout, files)
-        mp4s: dict[int, bytes] = {}
+        mp4s: dict[int, bytearray] = defaultdict(bytearray)
+        first: float | None = None
         with self._stream(_inputs(prompt, params, files)) as messages:
             for result in messages.until_final(deadline):
                 if (text := _optional(result, "EVENT")) is not None:
                     progress(json.loads(text))
                 if (mp4 := _optional(result, "MP4")) is not None:
-                    mp4s[int(result.as_numpy("INDEX")[0])] = mp4
-        return Generated(_complete(mp4s, resolved), resolved)
+                    mp4s[_index(result)] += mp4
+                if (piece := _optional(result, "FRAGMENT")) is not None:
+                    first = time.monotonic() - started if first is None else first
+                    mp4s[_index(result)] += piece
+                    fragments(_index(result), piece)
+        return Generated(_complete(mp4s, resolved), resolved, first)
 
     @contextmanager
     def _stream(self, inputs: list[InferInput]) -> Iterator[_Messages]:
@@ -177,11 +193,11 @@ class _Messages:
         raise ClientError(Failure.TIMEOUT, "the request took longer than its timeout and was cancelled")
 
 
-def _complete(mp4s: Mapping[int, bytes], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:
+def _complete(mp4s: Mapping[int, bytes | bytearray], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:
     """The MP4 of every output, in order."""
     if sorted(mp4s) != list(range(resolved["outputs"])):
         raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
-    return tuple(mp4s[index] for index in sorted(mp4s))
+    return tuple(bytes(mp4s[index]) for index in sorted(mp4s))
 
 
 def _inputs(prompt: str, params: Mapping[str, Any], files: Files | None) -> list[InferInput]:
@@ -221,6 +237,10 @@ def _elements(name: str, values: Sequence[bytes]) -> InferInput:
 def _optional(result: InferResult, name: str) -> bytes | None:
     array = result.as_numpy(name)
     return None if array is None or array.size == 0 else array[0]
+
+
+def _index(result: InferResult) -> int:
+    return int(result.as_numpy("INDEX")[0])
 
 
 def _bytes(result: InferResult, name: str) -> bytes:

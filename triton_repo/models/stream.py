@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,8 @@ MORE = 0
 class TritonPythonModel(adapter.Model):
     """PROMPT, PARAMS, IMAGES, VIDEOS, AUDIOS -> messages: RESOLVED; many with EVENT; INDEX and MP4 of each output.
 
-    An error ends them.
+    Where the container is fragmented, an output's MP4 comes as messages of INDEX and FRAGMENT, as they are made, and an
+    empty message is the last. An error ends them.
     """
 
     def open(self, store: Path) -> None:
@@ -52,16 +54,41 @@ class TritonPythonModel(adapter.Model):
 
     def _generate(self, request: Any, sender: Any) -> None:
         taken = self.pipeline.take(*adapter.read_request(request))
-        sender.send(_message(adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json())))
+        messages = _Messages(sender)
+        messages.send(adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json()))
+        fragmented = taken.resolved.media.container == "fragmented"
         clips = self.pipeline.generate(
             taken,
-            lambda event: sender.send(_message(adapter.write_bytes("EVENT", event.to_json()))),
+            lambda event: messages.send(adapter.write_bytes("EVENT", event.to_json())),
             Cancellation(sender.is_cancelled),
+            messages.send_fragment if fragmented else _keep,
         )
         for index, mp4 in enumerate(clips):
-            message = _message(pb_utils.Tensor("INDEX", np.array([index])), adapter.write_bytes("MP4", mp4))
-            sender.send(message, flags=FINAL if index == taken.resolved.outputs - 1 else MORE)
+            if not fragmented:
+                last = index == taken.resolved.outputs - 1
+                messages.send(_index(index), adapter.write_bytes("MP4", mp4), flags=FINAL if last else MORE)
+        if fragmented:
+            sender.send(flags=FINAL)
 
 
-def _message(*tensors: pb_utils.Tensor) -> pb_utils.InferenceResponse:
-    return pb_utils.InferenceResponse(list(tensors))
+class _Messages:
+    """A request's messages. Events come from the thread that decodes, fragments from the one that encodes."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._one_at_a_time = threading.Lock()
+
+    def send(self, *tensors: pb_utils.Tensor, flags: int = MORE) -> None:
+        with self._one_at_a_time:
+            self._sender.send(pb_utils.InferenceResponse(list(tensors)), flags=flags)
+
+    def send_fragment(self, index: int, piece: bytes) -> None:
+        self.send(_index(index), adapter.write_bytes("FRAGMENT", piece))
+
+
+def _index(index: int) -> pb_utils.Tensor:
+    return pb_utils.Tensor("INDEX", np.array([index]))
+
+
+def _keep(index: int, piece: bytes) -> None:
+    """An MP4 of one piece leaves when the pipeline gives it."""
