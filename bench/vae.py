@@ -69,7 +69,7 @@ def _frames(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]
 
 def _encode(shape: Shape, frames: list[torch.Tensor]) -> bytes:
     pieces: list[bytes] = []
-    with Mp4Writer(shape.width, shape.height, 32_000, MEDIA, lambda piece, _: pieces.append(piece)) as writer:
+    with Mp4Writer(shape.width, shape.height, 32_000, MEDIA, pieces.append) as writer:
         writer.write_audio(torch.randn(2, 800 * shape.audio_latents).clamp_(-1, 1).numpy())
         for part in frames:
             writer.write_frames(part.numpy())

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
-Stage = Literal["prepare", "encode", "denoise", "decode", "deliver"]
-"""Parts of a request that report progress, in the order in which they begin; `deliver` runs beside `decode`."""
+Stage = Literal["prepare", "encode", "denoise", "decode"]
+"""Parts of a request that report progress, in the order in which they run."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,16 @@ class Event:
     """One progress report: `index` of `total` units of `stage` are done, `seconds` after the request began.
 
     Index 0 says that the stage has started. Units are, in `encode`, tiles of conditions, soundtracks, pictures shown to
-    the text encoder and its layers; forwards in `denoise`; tiles in `decode`; in `deliver` frames that were
-    encoded when a piece of the MP4 left: the first such event tells how long that took.
+    the text encoder and its layers; forwards in `denoise`; tiles in `decode`.
+    `skipped_tiles`: after an output's last forward, how many tiles of keys attention has left out in all of them; None
+    in every other event.
     """
 
     stage: Stage
     index: int
     total: int
     seconds: float
+    skipped_tiles: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse an event that no progress bar could show; raises ValueError."""
@@ -35,8 +37,9 @@ class Event:
             raise ValueError(f"index: {self.index} of stage {self.stage} is outside 0..{self.total}")
 
     def to_json(self) -> str:
-        """The event as one JSON object: stage, index, total, seconds (rounded to a millisecond)."""
-        return json.dumps(asdict(self) | {"seconds": round(self.seconds, 3)})
+        """The event as one JSON object: stage, index, total, seconds (rounded to a millisecond), what else is told."""
+        told = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(told | {"seconds": round(self.seconds, 3)})
 
     @classmethod
     def from_json(cls, text: str) -> Event:
@@ -50,20 +53,17 @@ class Event:
 class Reporter:
     """Stamps progress with the time since it was made and hands each event to a sink.
 
-    `clock` returns monotonic seconds and is injected, so that a test needs no waiting. Events come one at a time and in
-    the order of their seconds, whichever thread reports them.
+    `clock` returns monotonic seconds and is injected, so that a test needs no waiting.
     """
 
     def __init__(self, sink: Callable[[Event], None], clock: Callable[[], float]) -> None:
         self._sink = sink
         self._clock = clock
         self._start = clock()
-        self._one_at_a_time = threading.Lock()
 
-    def __call__(self, stage: Stage, index: int, total: int) -> None:
+    def __call__(self, stage: Stage, index: int, total: int, skipped_tiles: int | None = None) -> None:
         """Send one event, `index` of `total` units of `stage` being done."""
-        with self._one_at_a_time:
-            self._sink(Event(stage, index, total, self._clock() - self._start))
+        self._sink(Event(stage, index, total, self._clock() - self._start, skipped_tiles))
 
 
 class Cancelled(Exception):
@@ -120,6 +120,10 @@ class Units:
         if count > self._finished:
             self._finished = count
             self._report(self._stage, count, self._total)
+
+    def tell_skipped(self, tiles: int) -> None:
+        """Reports how many tiles of keys attention has left out, beside what is done."""
+        self._report(self._stage, self._finished, self._total, tiles)
 
     def check(self, what: str) -> None:
         """Raises Cancelled before a part of a unit, naming it, if the request has been asked to stop."""

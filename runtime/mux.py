@@ -38,8 +38,8 @@ THREADS_RANGE = (1, 64)
 FRAGMENT_SECONDS = 0.5
 """Of a fragment: 12 frames and their sound. The last one is shorter."""
 
-Deliver = Callable[[bytes, int], None]
-"""Takes the next piece of a file, and how many frames have been encoded by then."""
+Deliver = Callable[[bytes], None]
+"""Takes the next piece of a file."""
 
 _AVC_BT709 = 1
 
@@ -89,7 +89,7 @@ class Mp4Writer:
     Nothing touches the disk: only compressed packets are kept. Serves one thread at a time.
 
         pieces = []
-        with Mp4Writer(width, height, sample_rate, options, lambda piece, frames: pieces.append(piece)) as writer:
+        with Mp4Writer(width, height, sample_rate, options, pieces.append) as writer:
             writer.write_audio(waveform)
             for chunk in chunks:
                 writer.write_frames(chunk)
@@ -110,7 +110,7 @@ class Mp4Writer:
         # The encoders live as long as anything refers to them: nothing else does for longer than a call.
         self._open: _Media | None = _Media.open(self._file.open(), width, height, sample_rate, options)
         self._sound: deque[Packet] = deque()
-        self._frames = self._encoded = self._samples = 0
+        self._frames = self._samples = 0
 
     def __enter__(self) -> Mp4Writer:
         """The writer itself."""
@@ -181,7 +181,6 @@ class Mp4Writer:
         while packets:
             while self._sound and _decoding_time(self._sound[0]) < _decoding_time(packets[0]):
                 self._mux_sound()
-            self._encoded += 1
             self._check_open().mux_picture(packets.pop(0))
             self._hand_on(self._file.made())
 
@@ -190,7 +189,7 @@ class Mp4Writer:
 
     def _hand_on(self, piece: bytes) -> None:
         if piece:
-            self._deliver(piece, self._encoded)
+            self._deliver(piece)
 
     def _check_open(self) -> _Media:
         if self._open is None:

@@ -29,7 +29,7 @@ from runtime.encoder import TextEncoder
 from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.intake import Files, Intake, Taken
 from runtime.media.source import MediaPolicy
-from runtime.mux import MediaOptions, Mp4Writer
+from runtime.mux import Deliver, MediaOptions, Mp4Writer
 from runtime.packing import Condition, Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.reference_pixels import ReferencePixels
 from runtime.refusal import RequestError
@@ -212,7 +212,8 @@ class Pipeline:
             sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags))
             for output in range(resolved.outputs):
                 conditions, start = self.start(resolved, encoded, output)
-                yield itertools.chain((start,), denoiser.sample(sequence, schedule, conditions, start, units))
+                steps = denoiser.sample(sequence, schedule, resolved.quality, conditions, start, units)
+                yield itertools.chain((start,), steps)
 
     def _encode(self, taken: Taken, report: Reporter, cancellation: Cancellation) -> Encoded:
         resolved, presented = taken.resolved, taken.presented
@@ -273,21 +274,19 @@ class Pipeline:
         latents: Latents,
         report: Reporter,
         cancellation: Cancellation,
-        deliver: Callable[[bytes], None],
+        deliver: Deliver,
     ) -> bytes:
         video, audio = latents
         made: list[bytes] = []
 
-        def hand_on(piece: bytes, encoded: int) -> None:
+        def hand_on(piece: bytes) -> None:
             made.append(piece)
             deliver(piece)
-            report("deliver", encoded, resolved.frames)
 
         size, rate = (resolved.width, resolved.height), self._dimensions.audio_vae.sample_rate
         placed, colour = video.to(self._engines.device), resolved.media.colour
         with self._stage("decode"):
             waveform = self.waveform(audio[0]).numpy()
-            report("deliver", 0, resolved.frames)
             planes = decode_planes(placed, self.decode_tile, self._dimensions.video_vae, colour, report, cancellation)
             writer = Mp4Writer(*size, rate, media_options(resolved.media), hand_on)
             encode_behind((to_host(part) for part in planes), waveform, writer, cancellation)

@@ -20,11 +20,11 @@ def planes_of(pixels: torch.Tensor, options: MediaOptions) -> NDArray[np.uint8]:
 def write_pieces(
     pixels: torch.Tensor, waveform: torch.Tensor, options: MediaOptions, chunk: int = 17
 ) -> list[tuple[bytes, int]]:
-    """The pieces of the MP4 of RGB uint8 [n, H, W, 3] and float32 [2, samples], and the frames encoded by each."""
+    """The pieces of the MP4 of RGB uint8 [n, H, W, 3] and float32 [2, samples], and the frames taken by then."""
     pieces: list[tuple[bytes, int]] = []
     height, width = pixels.shape[1:3]
     planes = planes_of(pixels, options)
-    with Mp4Writer(width, height, RATE, options, lambda piece, frames: pieces.append((piece, frames))) as writer:
+    with Mp4Writer(width, height, RATE, options, lambda piece: pieces.append((piece, writer.frames))) as writer:
         writer.write_audio(waveform.numpy())
         for start in range(0, len(planes), chunk):
             writer.write_frames(planes[start : start + chunk])

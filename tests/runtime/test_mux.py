@@ -53,7 +53,7 @@ def means(frame):
     return [float(plane.mean()) for plane in (luma, *chroma)]
 
 
-def open_writer(options=OPTIONS, width=96, height=128, deliver=lambda piece, frames: None):
+def open_writer(options=OPTIONS, width=96, height=128, deliver=lambda piece: None):
     return Mp4Writer(width, height, RATE, options, deliver)
 
 
@@ -338,10 +338,11 @@ def test_a_player_can_decode_what_has_come_so_far(pieces):
 
 
 def test_pieces_leave_while_frames_come(pieces):
-    encoded = [frames for _, frames in pieces]
-    assert encoded[0] <= 14, "half a second of frames and what the muxer holds back to order the tracks"
-    assert encoded[-1] == 243
-    assert encoded == sorted(set(encoded))
+    taken = [frames for _, frames in pieces]
+    # Half a second of frames; x264 looks ahead, and four frames are in its threads.
+    assert taken[0] <= 45
+    assert taken == sorted(taken)
+    assert sum(frames < 243 for frames in taken) >= 16, "only the frames that were looked at ahead are left for the end"
 
 
 def test_fragments_do_not_depend_on_the_chunks_that_frames_come_in(pieces):

@@ -64,8 +64,7 @@ def chunks_of(arrays):
 
 def overlapped(chunks, options=OPTIONS, cancellation=None, deliver=None, waveform=WAVEFORM):
     pieces = []
-    take = deliver or (lambda piece, frames: pieces.append((piece, frames)))
-    writer = Mp4Writer(WIDTH, HEIGHT, RATE, options, take)
+    writer = Mp4Writer(WIDTH, HEIGHT, RATE, options, deliver or (lambda piece: pieces.append((piece, writer.frames))))
     try:
         encode_behind(chunks, waveform.numpy(), writer, cancellation or Cancellation())
     finally:
@@ -188,7 +187,7 @@ def iter_of(*chunks):
 
 
 def test_a_receiver_that_fails_ends_both():
-    def refuse(piece, frames):
+    def refuse(piece):
         raise Stop
 
     with pytest.raises(Stop):
@@ -229,7 +228,7 @@ def test_cancelling_at_the_end_delivers_nothing_more():
 
     pieces = []
     with pytest.raises(Cancelled, match="the last frames"):
-        overlapped(iter_of(last), cancellation=cancellation, deliver=lambda *piece: pieces.append(piece))
+        overlapped(iter_of(last), cancellation=cancellation, deliver=pieces.append)
     assert pieces == []
 
 

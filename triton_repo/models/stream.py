@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from runtime.condition_cache import ConditionCache
-from runtime.events import Cancellation
+from runtime.events import Cancellation, Event
 from runtime.pipeline import Pipeline
+from runtime.work import work_of
 from triton_repo import adapter
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -33,41 +34,46 @@ class TritonPythonModel(adapter.Model):
     def open(self, store: Path) -> None:
         """Open the engines of all stages."""
         self.cache = ConditionCache(self.settings.condition_cache)
-        self.metrics = adapter.CacheMetrics(self.name)
         self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
+        self.measure(self.pipeline.manifest)
         self.pipeline.warm()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answers each request with its messages, one request after the other."""
         for request in requests:
-            with self.counted():
-                self._answer_in_parts(request)
+            with self.working(request) as work:
+                self._answer_in_parts(request, work)
 
-    def _answer_in_parts(self, request: Any) -> None:
+    def _answer_in_parts(self, request: Any, work: adapter.Work) -> None:
         sender = request.get_response_sender()
         try:
-            self._generate(request, sender)
+            self._generate(request, sender, work)
         except Exception as error:
-            sender.send(pb_utils.InferenceResponse(error=self.error(error)), flags=FINAL)
-        finally:
-            self.metrics.show(asdict(self.cache.counts))
+            sender.send(pb_utils.InferenceResponse(error=work.error(error)), flags=FINAL)
 
-    def _generate(self, request: Any, sender: Any) -> None:
-        taken = self.pipeline.take(*adapter.read_request(request))
+    def _generate(self, request: Any, sender: Any, work: adapter.Work) -> None:
         messages = _Messages(sender)
-        messages.send(adapter.write_bytes("RESOLVED", taken.resolved.model_dump_json()))
-        fragmented = taken.resolved.media.container == "fragmented"
-        clips = self.pipeline.generate(
-            taken,
-            lambda event: messages.send(adapter.write_bytes("EVENT", event.to_json())),
-            Cancellation(sender.is_cancelled),
-            messages.send_fragment if fragmented else _keep,
-        )
+
+        def report(event: Event) -> None:
+            work.progress(event)
+            messages.send(adapter.write_bytes("EVENT", event.to_json()))
+
+        arrival = adapter.read_arrival(request)
+        taken = self.pipeline.take(*adapter.read_request(request))
+        work.received(taken.media)
+        resolved = self.admitted(taken, arrival, queue=None)
+        work.begins(work_of(resolved, len(taken.presented.token_ids), self.pipeline.manifest.dimensions))
+        messages.send(adapter.write_bytes("RESOLVED", resolved.model_dump_json()))
+        fragmented = resolved.media.container == "fragmented"
+        pieces = messages.send_fragment if fragmented else _keep
+        clips = self.pipeline.generate(taken, report, Cancellation(sender.is_cancelled), pieces)
         for index, mp4 in enumerate(clips):
+            work.made(mp4, resolved.seconds)
             if not fragmented:
-                last = index == taken.resolved.outputs - 1
+                last = index == resolved.outputs - 1
                 messages.send(_index(index), adapter.write_bytes("MP4", mp4), flags=FINAL if last else MORE)
         if fragmented:
+            work.first_fragment(messages.first_fragment)
             sender.send(flags=FINAL)
 
 
@@ -75,7 +81,10 @@ class _Messages:
     """A request's messages. Events come from the thread that decodes, fragments from the one that encodes."""
 
     def __init__(self, sender: Any) -> None:
+        self.first_fragment = 0.0
+        """Seconds until it left."""
         self._sender = sender
+        self._started = time.monotonic()
         self._one_at_a_time = threading.Lock()
 
     def send(self, *tensors: pb_utils.Tensor, flags: int = MORE) -> None:
@@ -84,6 +93,7 @@ class _Messages:
 
     def send_fragment(self, index: int, piece: bytes) -> None:
         self.send(_index(index), adapter.write_bytes("FRAGMENT", piece))
+        self.first_fragment = self.first_fragment or time.monotonic() - self._started
 
 
 def _index(index: int) -> pb_utils.Tensor:
