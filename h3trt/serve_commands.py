@@ -18,11 +18,12 @@ from h3trt import console, paths
 from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
+from h3trt.growing_files import GrowingFiles, in_fragments
 from h3trt.media_options import REF_HELP, attach
 from triton_repo.names import DEFAULT_CONDITION_CACHE, HIGH, NORMAL
 
 if TYPE_CHECKING:
-    from triton_repo.client import Files, Generated
+    from triton_repo.client import Files, Fragments, Generated
     from triton_repo.repository import RepositorySettings
     from triton_repo.watchdog import RestartPolicy, Watchdog
 
@@ -138,6 +139,9 @@ def generate(
     local: Annotated[bool, typer.Option("--local", help="Run the engines in this process, without a server.")] = False,
     profile: ProfileOption = "cpu",
     store: StoreOption = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="A fragmented MP4, written as it is made: it plays while it grows.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved request; generate nothing.")] = False,
 ) -> None:
     """Turn a prompt into an MP4 with sound. Ctrl-C cancels it, on the server too."""
@@ -153,15 +157,18 @@ def generate(
     }
     media = attach(first, last, ref or [])
     request = _object(params) | media.params | {name: value for name, value in given.items() if value is not None}
+    if stream:
+        request = in_fragments(request)
     source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout, urgent)
     if dry_run:
         console.line(json.dumps(source.resolve(prompt, request, media.files), indent=2, ensure_ascii=False))
         return
     paths.check_writable(out)
     started = time.monotonic()
-    with console.stages() as progress:
-        clip = source.generate(prompt, request, progress, media.files)
-    _save(clip, out, time.monotonic() - started)
+    files = GrowingFiles(lambda index: _path(out, index, outputs or 1))
+    with files, console.stages() as progress:
+        clip = source.generate(prompt, request, progress, media.files, files.add if stream else _keep)
+    _save(clip, out, time.monotonic() - started, written=stream)
 
 
 def demo(
@@ -187,7 +194,7 @@ def demo(
         console.heading("4. one gRPC request")
         started = time.monotonic()
         with console.stages() as progress:
-            clip = _Remote(server.endpoints.grpc, None).generate(DEMO_PROMPT, DEMO_PARAMS, progress, {})
+            clip = _Remote(server.endpoints.grpc, None).generate(DEMO_PROMPT, DEMO_PARAMS, progress, {}, _keep)
         _save(clip, out, time.monotonic() - started)
     console.heading("5. check")
     _check(clip, out)
@@ -220,11 +227,13 @@ class _Remote:
         with Client(self._url) as client:
             return client.resolve(prompt, params, self._timeout, files)
 
-    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files) -> Generated:
+    def generate(
+        self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files, fragments: Fragments
+    ) -> Generated:
         from triton_repo.client import Client
 
         with Client(self._url) as client:
-            return client.generate(prompt, params, progress, self._timeout, files, self._priority)
+            return client.generate(prompt, params, progress, self._timeout, files, self._priority, fragments)
 
 
 class _Local:
@@ -238,13 +247,28 @@ class _Local:
     def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
         return self._pipeline.take(prompt, params, files).resolved.model_dump(mode="json")
 
-    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files) -> Generated:
+    def generate(
+        self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files, fragments: Fragments
+    ) -> Generated:
         from runtime.events import Cancellation
         from triton_repo.client import Generated
 
         taken = self._pipeline.take(prompt, params, files)
-        mp4s = self._pipeline.generate(taken, lambda event: progress(json.loads(event.to_json())), Cancellation())
-        return Generated(tuple(mp4s), taken.resolved.model_dump(mode="json"))
+        started, arrivals = time.monotonic(), list[float]()
+
+        def note(index: int, piece: bytes) -> None:
+            arrivals.append(time.monotonic() - started)
+            fragments(index, piece)
+
+        fragmented = taken.resolved.media.container == "fragmented"
+        mp4s = self._pipeline.generate(
+            taken,
+            lambda event: progress(json.loads(event.to_json())),
+            Cancellation(),
+            note if fragmented else _keep,
+        )
+        made = tuple(mp4s)
+        return Generated(made, taken.resolved.model_dump(mode="json"), arrivals[0] if arrivals else None)
 
 
 @contextmanager
@@ -321,15 +345,28 @@ def _object(text: str) -> dict[str, Any]:
     return parse_params(text)
 
 
-def _save(clip: Generated, out: Path, seconds: float) -> None:
+def _keep(index: int, piece: bytes) -> None:
+    """The file is written when it is whole."""
+
+
+def _path(out: Path, index: int, outputs: int) -> Path:
+    """The file of one output."""
+    return out if outputs == 1 else out.with_name(f"{out.stem}-{index}{out.suffix}")
+
+
+def _save(clip: Generated, out: Path, seconds: float, written: bool = False) -> None:
+    """Writes the files, unless they have been written as they came, and says what was made."""
     from engines.store import write_atomically
 
     for note in clip.resolved["notes"]:
         console.heading(f"note: {note}")
+    if clip.first_fragment is not None:
+        console.heading(f"first fragment after {clip.first_fragment:.1f} s")
     shape = "{width}x{height}, {frames} frames, {forwards} forwards".format(**clip.resolved)
     for index, mp4 in enumerate(clip.mp4s):
-        path = out if len(clip.mp4s) == 1 else out.with_name(f"{out.stem}-{index}{out.suffix}")
-        write_atomically(path, mp4)
+        path = _path(out, index, len(clip.mp4s))
+        if not written:
+            write_atomically(path, mp4)
         seed = clip.resolved["seed"] + index
         console.line(f"{path}: {shape}, seed {seed}, {len(mp4) / 1e6:.2f} MB, made in {seconds:.1f} s")
 

@@ -157,6 +157,11 @@ class Work:
         self._metrics.add(table.SENT, len(mp4))
         self._media_seconds += seconds
 
+    def first_fragment(self, seconds: float) -> None:
+        """Counts a streamed clip whose first fragment left after so many seconds."""
+        self._metrics.observe(table.FIRST_FRAGMENT, seconds)
+        self._log.info("first fragment", seconds=round(seconds, 3))
+
     def error(self, error: Exception) -> pb_utils.TritonError:
         """How `error` is told to the client; one that is no fault of the request is logged with its traceback."""
         if isinstance(error, RequestError):

@@ -57,7 +57,9 @@ MEDIA = Tensor("MEDIA", DataType.STRING, (DYNAMIC,))
 """The files of the resolved request, in its order."""
 
 INDEX = Tensor("INDEX", DataType.INT64, (1,))
-"""Which output an MP4 of a stream is."""
+"""Which output an MP4 or a fragment of a stream is of."""
+FRAGMENT = Tensor("FRAGMENT", DataType.STRING, (1,))
+"""The next piece of a fragmented MP4: all pieces of an output, one behind the other, are the file that `h3` gives."""
 REQUEST = (PROMPT, PARAMS, *MEDIA_INPUTS)
 
 FETCHERS = 4
@@ -120,7 +122,7 @@ def model_configs(store: Path, manifest: Manifest, settings: RepositorySettings)
         # No limits here: what arrives has been denoised, which is the work that a refusal would throw away.
         ModelConfig(DECODE, (RESOLVED, *latents), (MP4,), _DEVICE, QueuePolicy(0), parameters=parameters),
         ModelConfig(ENSEMBLE, REQUEST, (MP4, RESOLVED), steps=steps),
-        ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4), _DEVICE, queue, True, parameters),
+        ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4, FRAGMENT), _DEVICE, queue, True, parameters),
     )
 
 

@@ -31,7 +31,7 @@ DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "h3.json"
 def metrics(server: TritonServer) -> str:
     """Those of the real models after a request of each kind."""
     with Client(server.endpoints.grpc) as client:
-        client.generate(PROMPT, QUICK)
+        client.generate(PROMPT, {**QUICK, "container": "fragmented"})
         client.generate_unary(PROMPT, QUICK)
     with urllib.request.urlopen(f"http://{server.endpoints.metrics}/metrics") as answer:
         return answer.read().decode()
