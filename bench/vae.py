@@ -15,7 +15,7 @@ from bench.synthetic import DEVICE, PARTITION, open_engines, synthetic_store
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
-from runtime.decode import decode_video
+from runtime.decode import decode_planes
 from runtime.events import Cancellation, Event, Reporter
 from runtime.mux import MediaOptions, Mp4Writer
 
@@ -63,15 +63,18 @@ def _latents(shape: Shape, channels: int) -> torch.Tensor:
 
 def _frames(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]:
     vae = engines.manifest.dimensions.video_vae
-    return decode_video(latents, decode_tile(engines), vae, Reporter(_ignore, lambda: 0.0), Cancellation())
+    quiet = Reporter(_ignore, lambda: 0.0)
+    return decode_planes(latents, decode_tile(engines), vae, "bt709", quiet, Cancellation())
 
 
 def _encode(shape: Shape, frames: list[torch.Tensor]) -> bytes:
-    with Mp4Writer(shape.width, shape.height, 32_000, MEDIA) as writer:
-        writer.write_audio(torch.randn(2, 800 * shape.audio_latents).clamp_(-1, 1))
+    pieces: list[bytes] = []
+    with Mp4Writer(shape.width, shape.height, 32_000, MEDIA, pieces.append) as writer:
+        writer.write_audio(torch.randn(2, 800 * shape.audio_latents).clamp_(-1, 1).numpy())
         for part in frames:
-            writer.write_frames(part)
-        return writer.finish()
+            writer.write_frames(part.numpy())
+        writer.finish()
+    return b"".join(pieces)
 
 
 def _timed(run: Callable[[], object]) -> float:

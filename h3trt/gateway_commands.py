@@ -39,7 +39,8 @@ def gateway(
 ) -> None:
     """Serve /v1/videos over HTTP, and a web page, in front of a Triton server, until Ctrl-C or SIGTERM.
 
-    Stopping refuses new jobs and lets the accepted ones finish; a second Ctrl-C ends them at once.
+    Stopping refuses new jobs and lets the accepted ones finish; a second Ctrl-C ends them at once. Its log goes to
+    standard error, one JSON object a line.
     """
     from gateway.keys import Keys
     from gateway.server import serve
