@@ -20,6 +20,7 @@ from triton_repo.messages import (
     client_error,
     is_final,
     optional_bytes,
+    output_index,
     request_inputs,
     required_text,
     told,
@@ -142,7 +143,7 @@ class TritonModels:
 def _message(result: InferResult) -> Message:
     event, mp4, fragment = (optional_bytes(result, name) for name in ("EVENT", "MP4", "FRAGMENT"))
     piece = fragment if mp4 is None else mp4
-    index = 0 if piece is None else int(result.as_numpy("INDEX")[0])
+    index = 0 if piece is None else output_index(result)
     return Message(None if event is None else json.loads(event), index, piece)
 
 
