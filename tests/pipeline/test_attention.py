@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_segments import latents
 
 from engines.build import build
 from engines.profile import PROFILES
 from engines.store import EngineStore
+from tests.pipeline.test_segments import latents
 
 HALF = 'blocks = "skip"\nskip_threshold = 0.5\nskip_below = '
 """Tiles below half of a row's largest weight are left out: far more than anybody would."""
