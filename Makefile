@@ -25,7 +25,7 @@ export H3_SUBJECT := $(value SUBJECT)
 H3TRT := $(VENV)/bin/h3trt
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor peers lint types clean
+.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor peers browser lint types clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -87,12 +87,17 @@ PEERS := vllm-omni==0.30.0 torchvision==0.28.0
 peers: setup ## what some tests compare with and nothing here needs; without it they are skipped
 	$(VENV)/bin/python -m pip download --progress-bar off --no-deps -d build/peers $(PEERS)
 
+browser: ## Chromium, for the test of the web page; without it that test is skipped
+	@command -v chromium || command -v google-chrome || \
+	  { apt-get update && apt-get install -y --no-install-recommends chromium; } || \
+	  { echo "no Chromium here, and no way to install it: as root, apt-get install chromium" >&2; exit 2; }
+
 lint: setup ## style
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 types: setup ## static types
-	$(VENV)/bin/mypy plugins export engines runtime triton_repo h3trt
+	$(VENV)/bin/mypy plugins export engines runtime triton_repo gateway h3trt
 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) build out

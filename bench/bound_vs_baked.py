@@ -81,7 +81,8 @@ def _store(checkpoint: Path, stores: Path, mode: str) -> Path:
     """The engines of the `cpu` profile with its weights bound or baked."""
     profile = stores / f"{mode}.toml"
     profile.parent.mkdir(parents=True, exist_ok=True)
-    lines = (PROFILES / "cpu.toml").read_text().splitlines()
+    # Baked weights are those of one engine, so there is one tier.
+    lines = (PROFILES / "cpu.toml").read_text().partition("[quality")[0].splitlines()
     profile.write_text("\n".join(f'weights = "{mode}"' if line.startswith("weights =") else line for line in lines))
     return build(checkpoint, profile, stores / mode).store
 

@@ -18,6 +18,7 @@ from plugins.shape import Shape, canvas
 from runtime.denoiser import Denoiser, ModulationCache, State
 from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.packing import Layout, layout
+from runtime.quality import Quality, quality
 from runtime.schedule import Schedule
 
 GRAPHS = ("context", "modulation.time", "modulation.adaln", "prologue", "block", "epilogue")
@@ -44,7 +45,8 @@ def measure(folder: Path, profile: Profile, forwards: int = 3) -> dict[str, Any]
     engines.warm()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    seconds = _run(denoiser, packed, shape, workload, store.manifest.dimensions.denoiser.text_dim)
+    tier = quality(profile.tiers[0], forwards, VIDEO_SHIFT)
+    seconds = _run(denoiser, packed, shape, workload, tier, store.manifest.dimensions.denoiser.text_dim)
     timing = Timing(tuple(1e3 * each for each in seconds[1:]))
     return {
         "what": f"forwards of the whole transformer, {plan.rows.total} rows, random weights and data",
@@ -72,7 +74,9 @@ def memory(plan: Plan, weights: RandomWeights) -> dict[str, float]:
     }
 
 
-def _run(denoiser: Denoiser, packed: Layout, shape: Shape, workload: Workload, text_dim: int) -> list[float]:
+def _run(
+    denoiser: Denoiser, packed: Layout, shape: Shape, workload: Workload, tier: Quality, text_dim: int
+) -> list[float]:
     """Seconds of each step."""
     generator = torch.Generator(DEVICE).manual_seed(2)
     text = torch.randn(workload.text_rows, text_dim, device=DEVICE, generator=generator)
@@ -81,7 +85,7 @@ def _run(denoiser: Denoiser, packed: Layout, shape: Shape, workload: Workload, t
     schedule = Schedule.uniform(workload.forwards, VIDEO_SHIFT, AUDIO_SHIFT)
     units = Units("denoise", workload.forwards, Reporter(_ignore, lambda: 0.0), Cancellation())
     none = State(video[:0], audio[:0])
-    steps = denoiser.sample(denoiser.sequence(text, packed), schedule, none, State(video, audio), units)
+    steps = denoiser.sample(denoiser.sequence(text, packed), schedule, tier, none, State(video, audio), units)
     return [once(lambda: next(steps)) / 1e3 for _ in range(workload.forwards)]
 
 

@@ -16,6 +16,7 @@ from engines.backends.inductor import compile_graph, ranges
 from engines.declaration import axes, tensor_record
 from engines.graphs import profile_graphs
 from engines.profile import Partition, Profile
+from engines.quality import weights_of
 from engines.sessions.backend import Opening
 from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
@@ -83,9 +84,10 @@ class RandomWeights:
     @contextmanager
     def tensors(self, graph: str, instance: int, partition: Partition) -> Iterator[dict[str, torch.Tensor]]:
         """Every weight of an instance."""
-        if (graph, instance) not in self._drawn:
-            self._drawn[graph, instance] = self._draw(graph, instance)
-        yield self._drawn[graph, instance]
+        owner = weights_of(graph)
+        if (owner, instance) not in self._drawn:
+            self._drawn[owner, instance] = self._draw(owner, instance)
+        yield self._drawn[owner, instance]
 
     def load_lasting(self) -> None:
         """Draws the weights of every instance of every graph."""

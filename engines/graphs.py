@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engines.profile import Arithmetic, Partition, Precision, Profile
+from engines.quality import graph_name
 from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph
 from export.graphs.model import Compute, component_graphs
 from export.linears import Quantisable
-from export.passes.choose_attention import choose_attention
+from export.passes.choose_attention import CHANGED, choose_attention
 from export.passes.quantise_linears import quantise_linears
 from export.schemes import SchemeName
 from export.sidecar import Sidecar, plan_sidecar
@@ -28,7 +31,10 @@ COMPUTE: dict[Arithmetic, torch.dtype] = {
 
 
 def declared_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> tuple[Graph, ...]:
-    """Every graph of one partition over the checkpoint's own tensors, as it is before any linear layer is quantised."""
+    """Every graph of one partition over the checkpoint's own tensors, as it is before any linear layer is quantised.
+
+    Those of further tiers are not among them: they read the tensors of another.
+    """
     return tuple(graph for graphs in _components(checkpoint, profile, partition).values() for graph in graphs)
 
 
@@ -42,11 +48,14 @@ def profile_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partitio
     """
     components = _components(checkpoint, profile, partition)
     planned = _plan(components, profile.precision, partition, weights)
-    return tuple(
-        quantise_linears(graph, planned[name]) if name in planned else graph
-        for name, graphs in components.items()
-        for graph in graphs
-    )
+    found: list[Graph] = []
+    for name, graphs in components.items():
+        further = _further(checkpoint, profile, partition) if name == "denoiser" else {}
+        quantise = partial(quantise_linears, sidecar=planned[name]) if name in planned else _as_it_is
+        found += map(quantise, graphs)
+        # Linear layers are listed by the name of the graph that is served, not of its variant.
+        found += (replace(quantise(graph), name=variant) for variant, graph in further.items())
+    return tuple(found)
 
 
 def profile_sidecars(
@@ -58,11 +67,31 @@ def profile_sidecars(
 
 
 def _components(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, tuple[Graph, ...]]:
+    """The graphs of requests that choose no tier."""
+    components = _dense(checkpoint, profile, partition)
+    base, heads = profile.attention.blocks, checkpoint.dimensions.denoiser.heads
+    return components | {"denoiser": tuple(choose_attention(graph, base, heads) for graph in components["denoiser"])}
+
+
+def _further(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, Graph]:
+    """What attends in the blocks, for each tier that needs an engine of its own: over the same weights, by its name."""
+    base, heads = profile.attention.blocks, checkpoint.dimensions.denoiser.heads
+    return {
+        graph_name(graph.name, kind, base): choose_attention(graph, kind, heads)
+        for kind in profile.further_attention
+        for graph in _dense(checkpoint, profile, partition)["denoiser"]
+        if graph.name in CHANGED
+    }
+
+
+def _dense(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, tuple[Graph, ...]]:
     precision = profile.precision
     compute = Compute(COMPUTE[precision.text_encoder], COMPUTE[precision.denoiser], COMPUTE[precision.video_decoder])
-    components = component_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
-    denoiser = tuple(choose_attention(graph, profile.attention.blocks) for graph in components["denoiser"])
-    return components | {"denoiser": denoiser}
+    return component_graphs(checkpoint, partition, compute, segmented=profile.row_chunk > 0)
+
+
+def _as_it_is(graph: Graph) -> Graph:
+    return graph
 
 
 def _plan(

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from engines import machine
+from engines.quality import Tier, further_engines
+from plugins.block_attention import BlockAttention, skips
 
 PROFILES = Path(__file__).parent / "profiles"
 """Directory of the profiles that are shipped."""
@@ -151,27 +153,23 @@ class Precision(_Table):
     video_decoder: Literal["float32", "float16", "bfloat16"]
 
 
-class Attention(_Table):
-    """Attention of the transformer's blocks and of the refiner's.
+class Skipping(_Table):
+    """What attention leaves out, where it is one that skips.
 
     `skip_threshold` is the weight, relative to a row's largest, below which tiles of keys are left out by "skip" and
     "sage+skip"; only in steps whose video sigma is at most `skip_below`: what is decided while nearly all is noise
     decides the most.
     """
 
-    blocks: Literal["dense", "sage", "skip", "sage+skip"]
-    refiner: Literal["dense"]
     skip_threshold: Annotated[float, Field(ge=0, le=1)] = 0.0
     skip_below: Annotated[float, Field(ge=0, le=1)] = 0.97
 
-    @property
-    def skips(self) -> bool:
-        """Whether blocks may leave tiles out."""
-        return self.blocks.endswith("skip")
 
-    def threshold_at(self, sigma: float) -> float:
-        """The threshold of a step, by its video sigma: 0, which leaves out nothing, above `skip_below`."""
-        return self.skip_threshold if sigma <= self.skip_below else 0.0
+class Attention(Skipping):
+    """Attention of the transformer's blocks and of the refiner's, in requests that choose no tier."""
+
+    blocks: BlockAttention
+    refiner: Literal["dense"]
 
 
 class Ranks(_Table):
@@ -224,6 +222,7 @@ class Profile(_Table):
 
     `shapes[axis]` lists the upper ends of the ranges of sizes that engines are optimised for, ascending; the last is
     the largest legal size. They are sizes of a whole request, whatever the ranks.
+    `quality` has the further tiers that a request may choose, by the attention of their blocks.
     `row_chunk` is the most rows that go through the row-local parts of a block at once, 0 for all of them. A CPU has no
     device, ranks, residency or shapes.
     """
@@ -236,6 +235,7 @@ class Profile(_Table):
     partitions: Annotated[tuple[Partition, ...], Field(min_length=1, strict=False)]
     precision: Precision
     attention: Attention
+    quality: dict[BlockAttention, Skipping] = {}
     ranks: Ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
     residency: Residency | None = None
     row_chunk: Annotated[int, Field(ge=0)] = 0
@@ -292,6 +292,25 @@ class Profile(_Table):
         """Whether engines are for a GPU; inductor compiles for a CPU where no device is named."""
         return self.backend.startswith("tensorrt") or (self.device is not None and self.backend == "inductor")
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of quality that requests may choose; the first is that of requests that choose none."""
+        kinds: dict[BlockAttention, Skipping] = {self.attention.blocks: self.attention, **self.quality}
+        return tuple(
+            Tier(
+                linears=self.precision.denoiser,
+                attention=kind,
+                skip_threshold=skipping.skip_threshold,
+                skip_below=skipping.skip_below,
+            )
+            for kind, skipping in kinds.items()
+        )
+
+    @property
+    def further_attention(self) -> tuple[BlockAttention, ...]:
+        """The attentions of blocks that have an engine of their own beside the one of `attention.blocks`."""
+        return further_engines(self.attention.blocks, self.quality)
+
     def thread_count(self) -> int:
         """Threads of one session on this machine."""
         return machine.available_processors() if self.threads == "auto" else self.threads
@@ -308,15 +327,32 @@ class Profile(_Table):
     def _problems(self) -> list[str]:
         """What each key has against the others, as "key = value: rule"."""
         found = self._gpu_problems() if self.on_gpu else self._cpu_problems()
-        if self.attention.skips != (self.attention.skip_threshold > 0):
-            rule = "must be above 0 with blocks that skip, and only with these"
-            found.append(f"attention.skip_threshold = {self.attention.skip_threshold:g}: {rule}")
+        found += self._tier_problems()
         if self.backend == "inductor" and self.weights == "baked":
             found.append("weights = 'baked': must be 'bound' with backend = 'inductor'")
         for stage, ranks in self.ranks:
             if ranks > max(1, self.gpus):
                 rule = f"must be at most gpus = {self.gpus}" if self.on_gpu else "must be 1 without GPUs"
                 found.append(f"ranks.{stage} = {ranks}: {rule}")
+        return found
+
+    def _tier_problems(self) -> list[str]:
+        base, found = self.attention.blocks, []
+        places: dict[str, tuple[BlockAttention, Skipping]] = {"attention": (base, self.attention)}
+        places |= {f"quality.{kind}": (kind, skipping) for kind, skipping in self.quality.items()}
+        for place, (kind, skipping) in places.items():
+            if skips(kind) != (skipping.skip_threshold > 0):
+                rule = "must be above 0 with blocks that skip, and only with these"
+                found.append(f"{place}.skip_threshold = {skipping.skip_threshold:g}: {rule}")
+            if kind != "dense" and self.backend == "tensorrt_rtx":
+                key = f"attention.blocks = {kind!r}" if place == "attention" else f"{place}"
+                rule = "has no plugins, and so no kernels for it; 'tensorrt' and 'inductor' have"
+                found.append(f"{key}: backend = 'tensorrt_rtx' {rule}")
+        if base in self.quality:
+            found.append(f"quality.{base}: must not be given; attention.blocks = {base!r} is the first tier")
+        if self.quality and self.weights == "baked":
+            rule = "must not be given with weights = 'baked', where each engine has its own; must be 'bound'"
+            found.append(f"quality.{next(iter(self.quality))}: {rule}")
         return found
 
     def _cpu_problems(self) -> list[str]:
@@ -330,9 +366,6 @@ class Profile(_Table):
         missing = [key for key in ("device", "residency", "gpus", "shapes") if not getattr(self, key)]
         found = [f"{key}: is missing; backend = {self.backend!r} needs it" for key in missing]
         found += [f"shapes.{axis}: is missing" for axis in AXES if self.shapes and axis not in self.shapes]
-        if self.attention.blocks != "dense" and self.backend.startswith("tensorrt"):
-            rule = f"must be 'dense' with backend = {self.backend!r}; 'inductor' has kernels for it"
-            found.append(f"attention.blocks = {self.attention.blocks!r}: {rule}")
         if self.device is not None and self.precision.denoiser == "nvfp4" and not self.device.nvfp4_tflops:
             rule = f"{self.device.title} has no such units; must be fp8 or bfloat16"
             found.append(f"precision.denoiser = 'nvfp4': {rule}")
@@ -401,6 +434,8 @@ def _quote(value: object) -> str:
 def _keys(kind: type[_Table], place: tuple[Any, ...]) -> list[str]:
     """The keys that a table may have; `place` is where in the file it is."""
     for part in place:
+        if part not in kind.model_fields:
+            continue  # a key of a table of tables, which are all of one kind
         annotation = kind.model_fields[part].annotation
         kind = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, _Table))
     return [key for key in kind.model_fields if key != "name"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ class Subject(StrEnum):
     DENOISER = "denoiser"
     VAE = "vae"
     END_TO_END = "end-to-end"
+    QUALITY = "quality"
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +37,13 @@ def bench(
     subject: Annotated[Subject, typer.Argument(help="What to measure.")],
     profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = "h200_inductor",
     rows: Annotated[int, typer.Option(min=1, help="Rows of attention, gemm, rows and block.")] = 58_880,
-    forwards: Annotated[int, typer.Option(min=2, help="Forwards of denoiser and end-to-end.")] = 4,
+    forwards: Annotated[int, typer.Option(min=2, help="Forwards of denoiser, end-to-end and quality.")] = 4,
+    store: Annotated[
+        Path | None, typer.Option(help="Of quality: an engine store, on any back end, instead of random weights.")
+    ] = None,
+    duration: Annotated[float, typer.Option(min=4, max=15, help="Seconds of quality's clips.")] = 5,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of quality's clips; by default 1344x768.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Clips of each tier in quality.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the JSON, the table and the plot.")] = Path("bench/results"),
     work: Annotated[Path, typer.Option(help="Folder that compiled engines are kept in.")] = Path("build/bench"),
 ) -> None:
@@ -44,11 +51,26 @@ def bench(
 
     attention: kernels, their errors, and what skipping saves. gemm: the block's products. rows: the work between them.
     block: one transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles
-    of a clip and its MP4. end-to-end: a request, by stages.
+    of a clip and its MP4. end-to-end: a request, by stages. quality: clips of every tier of a profile, or of a store on
+    any machine, beside lossless ones.
     """
+    if subject is Subject.QUALITY:
+        clips = {"aspect_ratio": "16:9", "duration": duration, "num_inference_steps": forwards}
+        _quality(store, profile, work, clips | ({"size": size} if size else {}), seeds, out)
+        return
+    from bench import report
+
+    # What is measured is the first tier; engines of others would only take time to compile.
+    loaded = _on_this_gpu(profile).model_copy(update={"quality": {}})
+    measured = _measure(subject, loaded, _made(work), rows, forwards)()
+    for file in report.write(measured, out, subject.replace("-", "_")):
+        console.line(f"{file}")
+    console.line(report.table(measured))
+
+
+def _on_this_gpu(profile: str) -> Profile:
     import torch
 
-    from bench import report
     from engines.profile import Profile
     from h3trt.exits import CommandError
 
@@ -57,11 +79,23 @@ def bench(
         raise CommandError(f"profile {profile}: backend = {loaded.backend!r}: must be 'inductor' with a device")
     if not torch.cuda.is_available():
         raise CommandError("torch finds no GPU to measure on; run: h3trt doctor")
+    return loaded
+
+
+def _made(work: Path) -> Path:
     work.mkdir(parents=True, exist_ok=True)
-    measured = _measure(subject, loaded, work.absolute(), rows, forwards)()
-    for file in report.write(measured, out, subject.replace("-", "_")):
+    return work.absolute()
+
+
+def _quality(store: Path | None, profile: str, work: Path, params: Mapping[str, object], seeds: int, out: Path) -> None:
+    from bench import quality
+    from runtime.pipeline import Pipeline
+
+    pipeline = Pipeline.open(store) if store else quality.synthetic(_on_this_gpu(profile), _made(work))
+    measured = quality.measure(pipeline, params, range(1, seeds + 1))
+    for file in quality.write(measured, out):
         console.line(f"{file}")
-    console.line(report.table(measured))
+    console.line(quality.table(measured))
 
 
 def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards: int) -> Callable[[], dict[str, Any]]:

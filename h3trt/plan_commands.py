@@ -11,6 +11,7 @@ from h3trt import console, paths
 
 if TYPE_CHECKING:
     from engines.plan import Plan
+    from engines.profile import Profile
 
 
 def register(app: typer.Typer) -> None:
@@ -59,9 +60,11 @@ def plan(
         videos=videos,
         sounds=sounds,
     )
-    made = make_plan(Profile.load(profile), outline, workload)
+    loaded = Profile.load(profile)
+    made = make_plan(loaded, outline, workload)
     if json is None:
         _show(made)
+        _show_tiers(loaded, forwards, outline.dimensions.video_shift)
     elif json == "-":
         console.line(made.to_json())
     else:
@@ -89,6 +92,16 @@ def _show(plan: Plan) -> None:
         )
     if plan.seconds:
         console.line(f"at least {plan.seconds:.1f} s: what the device's rated figures allow, no measurement")
+
+
+def _show_tiers(profile: Profile, forwards: int, video_shift: float) -> None:
+    """What a request may choose, where there is a choice."""
+    from h3trt.profile_page import tier_rows
+
+    if profile.quality:
+        head = ("quality", "linears", f"attention in {forwards} forwards", "engine")
+        cells = [tuple(cell.replace("`", "") for cell in row[1:]) for row in tier_rows(profile, forwards, video_shift)]
+        console.table("tiers of quality, which share all weights", head, cells)
 
 
 def _show_graphs(plan: Plan) -> None:

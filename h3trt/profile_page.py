@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from engines.plan import Plan, PlanError, Workload, make_plan, released_outline
 from engines.profile import PROFILES, Profile
+from engines.quality import graph_name, served_by
 from export.checkpoint.outline import Outline
+from runtime.contract import DEFAULT_FORWARDS
 from runtime.contract_page import markdown_table
+from runtime.quality import quality
 
 _INTRODUCTION = """# Hardware profiles
 
 What `h3trt plan --profile NAME` says of each shipped profile (`engines/profiles`) and the released model, for 1344x768
-and 49 forwards, in units of 10^9 bytes. Nothing here is measured on the hardware: memory is counted from dimensions,
-with the activation memory that the TensorRT-RTX builder states, and the time is a lower bound from rated figures.
-This page is written by `python -m h3trt.profile_page docs/profiles.md`; a test fails when the two differ.
+and 49 forwards of its first tier, in units of 10^9 bytes; where there are further tiers, a peak is that of the fullest.
+Nothing here is measured on the hardware: memory is counted from dimensions, with the activation memory that the
+TensorRT-RTX builder states, and the time is a lower bound from rated figures. This page is written by
+`python -m h3trt.profile_page docs/profiles.md`; a test fails when the two differ.
 """
+
+_TIERS = """## Tiers of quality
+
+What a request may choose with `quality` ([requests](requests.md)); the first is that of requests that choose none. The
+others share its weights: each further engine is the block's code alone. Forwards are those of the default schedule.
+"""
+
+_TIER_HEAD = ("profile", "quality", "linear layers", "attention of the blocks in 49 forwards", "engine of the block")
 
 _HEAD = (
     "profile",
     "GPUs",
     "denoiser",
+    "tiers of quality",
     "residency",
     "GPU memory",
     "peak 10 s",
@@ -37,7 +51,21 @@ def page() -> str:
     outline = released_outline()
     shipped = [Profile.load(path.stem) for path in sorted(PROFILES.glob("*.toml"))]
     rows = [_row(profile, outline) for profile in shipped if profile.on_gpu]
-    return f"{_INTRODUCTION}\n{markdown_table(_HEAD, rows)}"
+    shift = outline.dimensions.video_shift
+    tiers = [row for profile in shipped if profile.quality for row in tier_rows(profile, DEFAULT_FORWARDS, shift)]
+    return "\n".join(
+        (_INTRODUCTION, markdown_table(_HEAD, rows), _TIERS, markdown_table(_TIER_HEAD, tiers)),
+    )
+
+
+def tier_rows(profile: Profile, forwards: int, video_shift: float) -> Iterator[tuple[str, ...]]:
+    """What each tier of a profile is, in words: profile, name, linears, attention by forwards, engine."""
+    base, built = profile.attention.blocks, (profile.attention.blocks, *profile.further_attention)
+    for tier in profile.tiers:
+        made = quality(tier, forwards, video_shift)
+        engines = dict.fromkeys(graph_name("block", served_by(one.attention, built), base) for one in made.attending)
+        attention = ", then ".join(map(str, made.attending))
+        yield f"`{profile.name}`", f"`{tier.name}`", tier.linears, attention, ", ".join(f"`{e}`" for e in engines)
 
 
 def _row(profile: Profile, outline: Outline) -> tuple[str, ...]:
@@ -47,6 +75,7 @@ def _row(profile: Profile, outline: Outline) -> tuple[str, ...]:
         f"`{profile.name}`",
         f"{profile.gpus} x {profile.device.title}",
         profile.precision.denoiser,
+        ", ".join(f"`{tier.name}`" for tier in profile.tiers),
         _residency(profile),
         _size(plan.limit),
         _size(plan.peak),

@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engines import machine
+from engines.profile import Profile
+from engines.quality import served_by
 from engines.store import EngineRecord, Manifest
+from plugins.block_attention import BlockAttention
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
 from runtime.condition_memory import (
@@ -77,6 +80,13 @@ Measured for a block: 10,940 floats a row at 8,000 rows, 10,730 at 18,788; count
 SEGMENTS_HIDDEN = 3
 """Arrays [S, hidden] beside a block in segments: what the prologue made, and two that blocks read and write in turn."""
 
+SCORES: Mapping[BlockAttention, float] = {"dense": 0, "sage": 5.4, "skip": 4.2, "sage+skip": 5.4}
+"""Arrays [heads, S, S] of attention where a CPU computes it by its definition; dense is done in chunks of rows there.
+
+Measured beside dense attention with the miniature's 8 heads: 729 and 957 MiB at 2,419 rows, 1,512 and 1,945 MiB at
+3,443; counted: 750 and 964, 1,519 and 1,954.
+"""
+
 ROW_FEED_FORWARD = 5
 """Arrays [S, ffn]: both halves as one product, each half apart, activated, multiplied."""
 
@@ -130,11 +140,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Load:
-    """What the memory of a request depends on."""
+    """What the memory of a request depends on. `scores`: arrays [heads, S, S] that its attention holds."""
 
     shape: Shape
     text_rows: int
     conditions: Conditions = NO_CONDITIONS
+    scores: float = 0
 
     def resized(self, width: int, height: int, frames: int, dimensions: Dimensions) -> Load:
         """The same request at another canvas or length."""
@@ -167,6 +178,7 @@ class MemoryModel:
     budget: bytes. rows_maximum: packed rows that the engines were built for. tile_features: the widest layer of the
     video decoder. row_chunk: the most rows that a block's row-local parts see at once, 0 where a block runs whole.
     encoders: widths of the references' encoders. axes: the largest size of each further axis that the engines have.
+    scores: arrays [heads, S, S] that attention holds, by tier; a tier that is not there holds none.
     """
 
     dimensions: Dimensions
@@ -176,6 +188,7 @@ class MemoryModel:
     row_chunk: int = 0
     encoders: EncoderSizes = NO_ENCODERS
     axes: Mapping[str, int] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(manifest: Manifest) -> MemoryModel:
@@ -192,6 +205,7 @@ class MemoryModel:
                 _outputs_of(graphs["video_encoder_tile"], inputs=3), _outputs_of(graphs["audio_encoder"], inputs=1)
             ),
             axes={axis: _most(graphs[graph], axis) for axis, graph in _AXES.items()},
+            scores={} if manifest.profile.on_gpu else _scores(manifest.profile),
         )
 
     def estimate(self, load: Load) -> Estimate:
@@ -202,9 +216,10 @@ class MemoryModel:
     def admit(self, resolved: Resolved, text_rows: int) -> Estimate:
         """The request's estimate. Raises RequestError, naming what would fit, when it is too large for this server."""
         shape = Shape.of(resolved.width, resolved.height, resolved.frames, self.dimensions)
-        load = Load(shape, text_rows, Conditions.of(resolved.references, self.dimensions))
+        scores = self.scores.get(resolved.quality.tier, 0)
+        load = Load(shape, text_rows, Conditions.of(resolved.references, self.dimensions), scores)
         if not self._fits(load):
-            raise self._edge_refusal(resolved, load) or self._refusal(load)
+            raise self._tier_refusal(resolved, load) or self._edge_refusal(resolved, load) or self._refusal(load)
         return self.estimate(load)
 
     def largest_canvas(self, load: Load) -> Load | None:
@@ -232,6 +247,13 @@ class MemoryModel:
                 return f"has {load.along(axis)} {name}; the engines were built for at most {most}"
         return ""
 
+    def _tier_refusal(self, resolved: Resolved, load: Load) -> RequestError | None:
+        """Names the tiers whose attention takes no memory of its own, where the request fits with these."""
+        lean = tuple(tier for tier, arrays in self.scores.items() if not arrays)
+        if not lean or not load.scores or not self._fits(dataclasses.replace(load, scores=0)):
+            return None
+        return RequestError("quality", resolved.quality.tier, self._memory_rule(load), lean)
+
     def _edge_refusal(self, resolved: Resolved, load: Load) -> RequestError | None:
         """Names the short edge at which the reference images fit, where there is one."""
         for edge in reversed(REFERENCE_EDGES):
@@ -239,7 +261,7 @@ class MemoryModel:
                 continue
             smaller = Conditions.of(reencoded(resolved, edge, self.dimensions), self.dimensions)
             saved = load.conditions.vision_rows - smaller.vision_rows
-            if self._fits(Load(load.shape, load.text_rows - saved, smaller)):
+            if self._fits(Load(load.shape, load.text_rows - saved, smaller, load.scores)):
                 rule = self._beyond(load) or self._memory_rule(load)
                 return RequestError("reference_short_edge", resolved.reference_short_edge, rule, edge)
         return None
@@ -303,7 +325,9 @@ class MemoryModel:
         # State, velocity and their rows' copies around a step.
         latents = 4 * (size.video_row + size.audio_channels)
         block = 4 * size.hidden * size.inner + 3 * size.hidden * size.ffn
-        return FLOAT * (load.rows * (row + latents) + chunk + max(block, size.time_dim * size.adaln_features))
+        scores = load.scores * size.heads * load.rows**2
+        widened = max(block, size.time_dim * size.adaln_features)
+        return math.ceil(FLOAT * (load.rows * (row + latents) + scores + chunk + widened))
 
     def _decode(self, load: Load) -> int:
         video, shape = self.dimensions.video_vae, load.shape
@@ -314,6 +338,12 @@ class MemoryModel:
         pixels = math.ceil(pixel * shape.width * shape.height)
         # The soundtrack is decoded before the picture, and its memory is given back.
         return max(FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples)
+
+
+def _scores(profile: Profile) -> dict[str, float]:
+    """Arrays that the attention of each tier holds on a CPU."""
+    built = profile.attention.blocks, *profile.further_attention
+    return {tier.name: SCORES[served_by(tier.attention, built)] for tier in profile.tiers}
 
 
 def _most(engine: EngineRecord, axis: str) -> int:

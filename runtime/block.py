@@ -9,6 +9,7 @@ import torch
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import Manifest, Partition, TensorRecord
+from runtime.attention import BlocksAttention, variants
 
 WHOLE = ("block",)
 SEGMENTS = ("block.project", "block.attend", "block.finish")
@@ -23,17 +24,21 @@ class Blocks(Protocol):
 
 def block_graphs(manifest: Manifest) -> tuple[str, ...]:
     """The graphs that a store's blocks consist of."""
+    return (*_parts(manifest), *variants(manifest))
+
+
+def _parts(manifest: Manifest) -> tuple[str, ...]:
     return SEGMENTS if SEGMENTS[0] in manifest.graphs else WHOLE
 
 
 def open_blocks(
-    engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor], attention: Mapping[str, torch.Tensor]
+    engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor], attention: BlocksAttention
 ) -> Blocks:
     """The blocks over rows whose `modulation_index` [S], `cos` and `sin` [S, 48] are given.
 
-    `attention` is what their attention takes beside the rows; it is read at every run.
+    `attention` says at every run how they attend.
     """
-    kind = SegmentedBlocks if block_graphs(engines.manifest) == SEGMENTS else WholeBlocks
+    kind = SegmentedBlocks if _parts(engines.manifest) == SEGMENTS else WholeBlocks
     return kind(engines, partition, rows, attention)
 
 
@@ -45,14 +50,16 @@ class WholeBlocks:
         engines: EngineSet,
         partition: Partition,
         rows: Mapping[str, torch.Tensor],
-        attention: Mapping[str, torch.Tensor],
+        attention: BlocksAttention,
     ) -> None:
-        self._engines, self._partition, self._rows = engines, partition, {**rows, **attention}
+        self._engines, self._partition, self._rows, self._attention = engines, partition, rows, attention
 
     def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] after block `index`."""
-        inputs = {"hidden": hidden, "modulation": table, **self._rows}
-        return self._engines.run("block", inputs, index, self._partition)["hidden_out"]
+        inputs = {"hidden": hidden, "modulation": table, **self._rows, **self._attention.inputs}
+        outputs = self._engines.run(self._attention.graph("block"), inputs, index, self._partition)
+        self._attention.count(outputs)
+        return outputs["hidden_out"]
 
 
 class SegmentedBlocks:
@@ -66,14 +73,14 @@ class SegmentedBlocks:
         engines: EngineSet,
         partition: Partition,
         rows: Mapping[str, torch.Tensor],
-        attention: Mapping[str, torch.Tensor],
+        attention: BlocksAttention,
     ) -> None:
         self._engines, self._partition, self._rows, self._attention = engines, partition, rows, attention
         graphs, count = engines.manifest.graphs, len(rows["modulation_index"])
         chunk = engines.manifest.profile.row_chunk
         self._chunks = [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
         self._heads = {spec.name: engines.empty(_sized(spec, count)) for spec in graphs["block.project"].outputs}
-        (mixed,), (hidden,) = graphs["block.attend"].outputs, graphs["block.finish"].outputs
+        mixed, hidden = graphs["block.attend"].outputs[0], graphs["block.finish"].outputs[0]
         self._mixed = engines.empty(_sized(mixed, count))
         # One is read while the other is written.
         self._hidden = [engines.empty(_sized(hidden, count)) for _ in range(2)]
@@ -82,8 +89,9 @@ class SegmentedBlocks:
         """Hidden [S, D] after block `index`."""
         for chunk in self._chunks:
             self._project(index, chunk, hidden, table)
-        heads = {**self._heads, **self._attention}
-        self._engines.run("block.attend", heads, 0, self._partition, {"mixed": self._mixed})
+        heads = {**self._heads, **self._attention.inputs}
+        attend = self._attention.graph("block.attend")
+        self._attention.count(self._engines.run(attend, heads, 0, self._partition, {"mixed": self._mixed}))
         result = self._hidden[index % 2]
         for chunk in self._chunks:
             self._finish(index, chunk, hidden, table, result)

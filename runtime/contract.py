@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import get_args
 
+from engines.quality import LOSSLESS, TIERS
 from plugins.dimensions import FRAMES_PER_SECOND
 from plugins.shape import ASPECT_RATIOS, SECONDS_MAXIMUM, SECONDS_MINIMUM, SHORT_EDGE, SIDE_MULTIPLE
 from runtime.geometry import KeyframeGeometry
@@ -57,6 +58,8 @@ REFERENCE_EDGES = range(256, 2048 + 1, 32)
 VIDEO_REFERENCE_EDGES = range(256, SHORT_EDGE + 1, 32)
 """The same of a video reference."""
 PARAMETERS_DEPTH = 8
+CACHED_TIER = "high"
+"""vllm-omni's tier of forwards replaced by cached results, which no server offers."""
 CRF_RANGE = (1, 51)
 """Constant rate factors. 0 is left out: it selects the lossless profile, which browsers do not play."""
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
@@ -311,11 +314,10 @@ _SAMPLING = (
     ),
     Field(
         "quality",
-        Choice(("lossless", "high")),
-        "lossless: every forward is computed",
-        "lossless",
-        only=("lossless",),
-        lacks="forwards replaced by cached results",
+        Choice((*TIERS, CACHED_TIER)),
+        "the tier: what the forwards are computed with; which ones a server offers is a matter of its profile; "
+        f"none offers {CACHED_TIER}",
+        default_text=f"the first tier of the server's profile, {LOSSLESS} unless that names another",
     ),
 )
 
@@ -334,6 +336,18 @@ _MEDIA = (
         "bit rate of the stereo AAC track",
         128,
         paths=("media.audio_bitrate", "audio_bitrate"),
+    ),
+)
+
+DEADLINE = Number(0.1, 86_400, "seconds")
+
+_OPERATION = (
+    Field(
+        "deadline",
+        DEADLINE,
+        "seconds from arrival until the clip must be there; a request that cannot meet it is refused at once, or when "
+        "its turn comes too late; one that has begun is finished",
+        default_text="none",
     ),
 )
 
@@ -392,7 +406,7 @@ _FEATURES = (
     _feature("video_codec_options", "free encoder options; crf, preset and audio_bitrate are offered"),
 )
 
-FIELDS: tuple[Field, ...] = (*_SHAPE, *_REFERENCES, *_SAMPLING, *_MEDIA, *_SERVER, *_NO_EFFECT, *_FEATURES)
+FIELDS: tuple[Field, ...] = (*_SHAPE, *_REFERENCES, *_SAMPLING, *_MEDIA, *_OPERATION, *_SERVER, *_NO_EFFECT, *_FEATURES)
 """Every key of the parameters object, in the order of docs/requests.md."""
 
 FIELD: Mapping[str, Field] = {field.name: field for field in FIELDS}

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from engines.quality import LOSSLESS, QUANTISED, TIERS
 from plugins.dimensions import VideoVAEDimensions
 from plugins.shape import ASPECT_RATIOS, SIDE_MULTIPLE, canvas, latents, legal_frames
 from runtime.contract import (
@@ -81,6 +82,24 @@ folder; without either, `data:` only.
 _MEDIA_HEAD = ("", "image", "video", "sound")
 
 
+_QUALITY = f"""## Quality
+
+A tier is named by what it changes, and nothing else differs from a `{LOSSLESS}` request of the same seed: `fp8` and
+`nvfp4`, the denoiser's linear layers; `sage`, the blocks' attention, which is computed in 8-bit floats with the mean of
+the keys taken out; `skip`, tiles of keys are left out where they weigh less than a threshold in every row. Tiles are
+left out only in forwards whose video sigma is at most a gate, 0.97 in the shipped profiles: of the 49 forwards of the
+default schedule the first 14 are without it. The text refiner's blocks are dense in all tiers.
+
+A server offers the tiers of its hardware profile ([profiles](profiles.md)); any other is refused with those that are
+offered. The answer's `quality` says what the tier is for this request: the linears, and for runs of consecutive
+forwards the attention and its threshold. After an output's last forward a progress event has `skipped_tiles`, how many
+tiles were left out in all of them.
+
+"""
+
+_QUALITY_HEAD = ("quality", "linear layers", "attention of the blocks")
+
+
 def page() -> str:
     """The whole page, Markdown."""
     by_status = {status: [field for field in FIELDS if field.status is status] for status in Status}
@@ -90,6 +109,7 @@ def page() -> str:
         "## Fields\n\n" + markdown_table(_FIELD_HEAD, map(_field_row, [PROMPT, *by_status[Status.OFFERED]])),
         _MEDIA,
         markdown_table(_MEDIA_HEAD, limits.rows()),
+        _QUALITY + markdown_table(_QUALITY_HEAD, _quality_rows()),
         "## Accepted, no effect\n\n" + markdown_table(_FIELD_HEAD, map(_field_row, by_status[Status.ACCEPTED])),
         "## Not offered\n\n" + markdown_table(_FEATURE_HEAD, map(_feature_row, by_status[Status.NOT_OFFERED])),
         f"## Canvases\n\nWithout width and height; explicit sides are multiples of {SIDE_MULTIPLE} px.\n\n"
@@ -116,6 +136,12 @@ def _field_row(field: Field) -> tuple[str, ...]:
 def _feature_row(field: Field) -> tuple[str, ...]:
     off = {_plain(value): None for value in field.only or ()}
     return f"`{field.name}`", field.meaning, _tasks(field), ", ".join(off)
+
+
+def _quality_rows() -> Iterable[tuple[str, ...]]:
+    unchanged = "as stored (a CPU computes them in float32)"
+    for name, (linears, attention) in TIERS.items():
+        yield f"`{name}`", linears if linears in QUANTISED else unchanged, attention
 
 
 def _paths(field: Field) -> str:

@@ -11,9 +11,11 @@ import torch
 from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
 from engines.store import Partition
+from runtime.attention import BlocksAttention
 from runtime.block import Blocks, open_blocks
 from runtime.events import Units
 from runtime.packing import Layout, rotary_tables
+from runtime.quality import Quality
 from runtime.sampler import euler_step
 from runtime.schedule import Schedule
 
@@ -140,34 +142,40 @@ class Denoiser:
         )
 
     def sample(
-        self, sequence: Sequence, schedule: Schedule, conditions: State, state: State, units: Units
+        self,
+        sequence: Sequence,
+        schedule: Schedule,
+        quality: Quality,
+        conditions: State,
+        state: State,
+        units: Units,
     ) -> Iterator[State]:
         """Yields the state after each Euler step, on the engines' device; the last one is the clean latents' rows.
 
         conditions: rows that every step sees and none changes. The schedule's tables are computed before its first
         step. One unit a step; raises `Cancelled` between blocks too, and ValueError when conditions are not as many as
-        the layout's.
+        the layout's. After the last step, the tiles that attention has left out are told, if it may leave out any.
         """
         if conditions.rows != sequence.condition_rows:
             raise ValueError(f"conditions: {conditions.rows} rows, the layout has {sequence.condition_rows}")
         conditions, state = (rows.to(self._engines.device) for rows in (conditions, state))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
-        policy = self._engines.manifest.profile.attention
-        threshold = torch.zeros(1, device=self._engines.device)
-        attention = {"skip_threshold": threshold} if policy.skips else {}
+        attention = BlocksAttention(self._engines)
         blocks = open_blocks(self._engines, self._partition, rows, attention)
         slots = schedule.slots()
         self._fill_cache(slots, units)
         for step, timesteps in enumerate(slots):
             with units.one(f"forward {step + 1} of {schedule.forwards}"):
                 table = self.modulation(timesteps, units).to(self._engines.device)
-                threshold.fill_(policy.threshold_at(float(schedule.video.sigmas[step])))
+                attention.use(quality.forward(step))
                 video, audio = self._velocity(sequence, blocks, table, conditions, state, units)
                 state = State(
                     euler_step(schedule.video, step, state.video, video),
                     euler_step(schedule.audio, step, state.audio, audio),
                 )
             yield state
+        if quality.skips:
+            units.tell_skipped(attention.skipped())
 
     def modulation(self, timesteps: torch.Tensor, units: Units) -> Modulation:
         """The AdaLN table of one step from its slot timesteps [M] float32, in host memory, cached across requests."""

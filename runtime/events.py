@@ -19,12 +19,15 @@ class Event:
 
     Index 0 says that the stage has started. Units are, in `encode`, tiles of conditions, soundtracks, pictures shown to
     the text encoder and its layers; forwards in `denoise`; tiles in `decode`.
+    `skipped_tiles`: after an output's last forward, how many tiles of keys attention has left out in all of them; None
+    in every other event.
     """
 
     stage: Stage
     index: int
     total: int
     seconds: float
+    skipped_tiles: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse an event that no progress bar could show; raises ValueError."""
@@ -34,8 +37,9 @@ class Event:
             raise ValueError(f"index: {self.index} of stage {self.stage} is outside 0..{self.total}")
 
     def to_json(self) -> str:
-        """The event as one JSON object: stage, index, total, seconds (rounded to a millisecond)."""
-        return json.dumps(asdict(self) | {"seconds": round(self.seconds, 3)})
+        """The event as one JSON object: stage, index, total, seconds (rounded to a millisecond), what else is told."""
+        told = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(told | {"seconds": round(self.seconds, 3)})
 
     @classmethod
     def from_json(cls, text: str) -> Event:
@@ -57,9 +61,9 @@ class Reporter:
         self._clock = clock
         self._start = clock()
 
-    def __call__(self, stage: Stage, index: int, total: int) -> None:
+    def __call__(self, stage: Stage, index: int, total: int, skipped_tiles: int | None = None) -> None:
         """Send one event, `index` of `total` units of `stage` being done."""
-        self._sink(Event(stage, index, total, self._clock() - self._start))
+        self._sink(Event(stage, index, total, self._clock() - self._start, skipped_tiles))
 
 
 class Cancelled(Exception):
@@ -116,6 +120,10 @@ class Units:
         if count > self._finished:
             self._finished = count
             self._report(self._stage, count, self._total)
+
+    def tell_skipped(self, tiles: int) -> None:
+        """Reports how many tiles of keys attention has left out, beside what is done."""
+        self._report(self._stage, self._finished, self._total, tiles)
 
     def check(self, what: str) -> None:
         """Raises Cancelled before a part of a unit, naming it, if the request has been asked to stop."""

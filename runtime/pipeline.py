@@ -197,7 +197,8 @@ class Pipeline:
             sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags))
             for output in range(resolved.outputs):
                 conditions, start = self.start(resolved, encoded, output)
-                yield itertools.chain((start,), denoiser.sample(sequence, schedule, conditions, start, units))
+                steps = denoiser.sample(sequence, schedule, resolved.quality, conditions, start, units)
+                yield itertools.chain((start,), steps)
 
     def _encode(self, taken: Taken, report: Reporter, cancellation: Cancellation) -> Encoded:
         resolved, presented = taken.resolved, taken.presented

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engines.quality import Tier
 from plugins.dimensions import FRAMES_PER_SECOND, Dimensions
 from plugins.shape import (
     ASPECT_RATIOS,
@@ -29,6 +30,7 @@ from plugins.shape import (
 )
 from runtime.contract import (
     AUTOMATIC,
+    CACHED_TIER,
     DEFAULT_FORWARDS,
     DEFAULT_FRAMES,
     DEFAULT_RATIO,
@@ -42,11 +44,13 @@ from runtime.contract import (
     SIGMA_POINTS,
     Given,
 )
+from runtime.estimate import Estimate
 from runtime.geometry import KeyframeGeometry
 from runtime.given import GivenFields
 from runtime.kinds import Integer, is_unicode
 from runtime.media.facts import ImageFacts, SoundFacts
 from runtime.media.limits import check_bytes, check_sides, check_together
+from runtime.quality import Quality, quality
 from runtime.reference_kinds import KEYFRAME_INDICES, Keyframe, ReferenceOrder, Role
 from runtime.references import KnownFile, Reference, Target, reference
 from runtime.references import condition_rows as condition_rows_of
@@ -72,6 +76,11 @@ class Limits(BaseModel):
 
     model: str = Field(default="h3", description="the name that the field `model` must equal")
     tasks: tuple[Task, ...] = Field(default=TASKS, description="those whose weights are loaded")
+    tiers: tuple[Tier, ...] = Field(
+        default=(Tier(linears="bfloat16", attention="dense"),),
+        min_length=1,
+        description="the tiers of quality; the first is that of requests that name none",
+    )
 
 
 class Media(BaseModel):
@@ -115,11 +124,14 @@ class Resolved(BaseModel):
     sigma_points: int = Field(description="forwards + 1")
     video_shift: float
     audio_shift: float
+    quality: Quality
     seed: int = Field(description="of the first output")
     outputs: int
     seed_convention: Literal["diffusers", "vllm-omni"]
     media: Media
+    deadline: float | None = Field(description="seconds from arrival")
     notes: tuple[str, ...] = Field(description="what was raised, floored, overridden or has no effect")
+    estimate: Estimate | None = Field(default=None, description="what a server says that the request will take")
 
     def parameters(self) -> dict[str, Any]:
         """Parameters that resolve to this request again (the notes apart), with nothing left to a default."""
@@ -132,6 +144,7 @@ class Resolved(BaseModel):
             "num_inference_steps": self.forwards,
             "flow_shift": self.video_shift,
             "audio_flow_shift": self.audio_shift,
+            "quality": self.quality.tier,
             "seed": self.seed,
             "seed_convention": self.seed_convention,
             "num_outputs_per_prompt": self.outputs,
@@ -140,6 +153,7 @@ class Resolved(BaseModel):
             "video_reference_short_edge": self.video_reference_short_edge,
             "keyframe_geometry": self.keyframe_geometry,
             "media": self.media.model_dump(),
+            **({} if self.deadline is None else {"deadline": self.deadline}),
             **self._ends(),
         }
 
@@ -202,6 +216,7 @@ def resolve(
     references = _references(fields, task, media, shape, dimensions)
     condition_rows = condition_rows_of(references, dimensions)
     forwards = _forwards(fields)
+    video_shift = fields.value("flow_shift", dimensions.video_shift)
     outputs = fields.value("num_outputs_per_prompt")
     fields.note_fields_of_others(task)
     return Resolved(
@@ -220,12 +235,14 @@ def resolve(
         condition_seed=CONDITION_SEED,
         forwards=forwards,
         sigma_points=forwards + 1,
-        video_shift=fields.value("flow_shift", dimensions.video_shift),
+        video_shift=video_shift,
         audio_shift=fields.value("audio_flow_shift", dimensions.audio_shift),
+        quality=quality(_tier(fields, limits), forwards, video_shift),
         seed=_seed(fields, outputs),
         outputs=outputs,
         seed_convention=fields.value("seed_convention"),
         media=Media(**{name: fields.value(name) for name in Media.model_fields}),
+        deadline=fields.value("deadline"),
         notes=tuple(fields.notes),
         **dataclasses.asdict(shape),
     )
@@ -246,7 +263,7 @@ def restore(raw: bytes | str, dimensions: Dimensions, limits: Limits | None = No
         raise RequestError(f"resolved.{error.field}", error.value, error.rule, error.nearest) from None
     for name in Resolved.model_fields:
         given, expected = getattr(resolved, name), getattr(again, name)
-        if given != expected and name != "notes":
+        if given != expected and name not in ("notes", "estimate"):
             raise RequestError(f"resolved.{name}", given, "must agree with the rest of the request", expected)
     return resolved
 
@@ -273,6 +290,20 @@ def _check_model(fields: GivenFields, limits: Limits) -> None:
     model = fields.given("model")
     if model is not None and model.value != limits.model:
         raise RequestError(model.spelling, model.value, "must be the served model", limits.model)
+
+
+def _tier(fields: GivenFields, limits: Limits) -> Tier:
+    """The tier that the request names, else the server's first."""
+    given, offered = fields.given("quality"), {tier.name: tier for tier in limits.tiers}
+    if given is None:
+        return limits.tiers[0]
+    name = cast(str, given.value)
+    if name not in offered:
+        why = (
+            "forwards replaced by cached results" if name == CACHED_TIER else "a tier that this server's profile lacks"
+        )
+        raise RequestError(given.spelling, name, f"not offered ({why})", tuple(offered))
+    return offered[name]
 
 
 def _aspect_ratio(fields: GivenFields, task: Task, media: Sequence[KnownFile]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engines.profile import Arithmetic
+from plugins.block_attention import BlockAttention, quantises, skips
 from plugins.dimensions import AUDIO_CHANNELS, DenoiserDimensions, TextEncoderDimensions, VisionDimensions
 from plugins.ops.nvfp4_linear import BLOCK
 
@@ -89,10 +90,11 @@ def compiled_block(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:
     return normed + attention + 2 * size.ffn * widths.item
 
 
-def images(size: DenoiserDimensions, attention: str) -> float:
+def images(size: DenoiserDimensions, attention: BlockAttention) -> float:
     """A row of the copies that attention other than dense works on: E4M3 with a scale a query, or bfloat16."""
-    copies = {"dense": 0, "skip": 2 * 3 * size.inner}
-    return copies.get(attention, 3 * size.inner + FLOAT * size.heads)
+    if quantises(attention):
+        return 3 * size.inner + FLOAT * size.heads
+    return 2 * 3 * size.inner if skips(attention) else 0
 
 
 def project(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:

@@ -14,8 +14,10 @@ from engines.plan.plan import GraphPlan, Rows, Workload
 from engines.plan.references import References
 from engines.plan.run import LIBRARY_WORKSPACE, Run, Weighing, operations
 from engines.profile import Arithmetic, Profile, component_of
+from engines.quality import graph_name
 from export.checkpoint.components.audio_vae import AudioVAEConfig
 from export.checkpoint.components.video_vae import VideoVAEConfig
+from plugins.block_attention import BlockAttention, quantises
 from plugins.dimensions import AUDIO_CHANNELS, TIMESTEP_SLOTS, DenoiserDimensions
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
 from plugins.tiling import chunk_count, tile_grid
@@ -75,8 +77,11 @@ class Costs:
         return int(Widths.of(self._denoiser).item * self._size.table_elements)
 
     def plans(self) -> tuple[GraphPlan, ...]:
-        """Every graph, in the order in which a request meets them."""
-        return tuple(self._plan(name, run) for name, run in self._runs())
+        """Every graph, in the order in which a request meets them; then those of further tiers.
+
+        A request runs the graphs of one tier: here, of the first.
+        """
+        return (*(self._plan(name, run) for name, run in self._runs()), *self._variants())
 
     @property
     def _size(self) -> DenoiserDimensions:
@@ -191,26 +196,49 @@ class Costs:
         return Run(self.workload.forwards, gathered, flops, 2 * gathered + io, io, workspace=LIBRARY_WORKSPACE)
 
     def _blocks(self) -> Iterator[tuple[str, Run]]:
-        runs = self._size.layers * self.workload.forwards
+        runs, base = self._size.layers * self.workload.forwards, self.weighing.profile.attention.blocks
         if not self.weighing.profile.row_chunk:
-            yield "block", self._whole_block(runs)
+            yield "block", self._whole_block(runs, base)
             return
         chunks = math.ceil(self.rows.local / self.rows.chunk)
         yield "block.project", self._project(runs * chunks)
-        yield "block.attend", self._attend(runs)
+        yield "block.attend", self._attend(runs, base)
         yield "block.finish", self._finish(runs * chunks)
 
-    def _whole_block(self, runs: int) -> Run:
+    def _variants(self) -> Iterator[GraphPlan]:
+        """The engines of further tiers: working memory of their own, but the weights and buffers of the first's."""
+        profile = self.weighing.profile
+        for kind in profile.further_attention:
+            graph = "block.attend" if profile.row_chunk else "block"
+            run = self._attend(0, kind) if profile.row_chunk else self._whole_block(0, kind)
+            yield GraphPlan(
+                graph=graph_name(graph, kind, profile.attention.blocks),
+                component=component_of(graph),
+                instances=len(self.weighing.instances(graph)),
+                runs=0,
+                weights=0,
+                instance=0,
+                activations=math.ceil(run.activations),
+                workspace=run.workspace,
+                io=0,
+                attention=math.ceil(run.attention),
+                collectives=0,
+                flops={},
+                traffic=0,
+                exchanged=0,
+            )
+
+    def _whole_block(self, runs: int, attention: BlockAttention) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         held = arrays.compiled_block if self.weighing.profile.backend == "inductor" else arrays.block
-        row = held(size, self._denoiser) + arrays.images(size, self.weighing.profile.attention.blocks)
+        row = held(size, self._denoiser) + arrays.images(size, attention)
         linear = 2.0 * self.weighing.weights["block"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + self._per_row) + self._table
         kept = arrays.projected(size, widths) + arrays.heads(size, widths) + arrays.feed_forward(size, widths)
         return Run(
             runs,
             rows.local * row,
-            operations(self._denoiser, runs * linear, runs * self._mixing, self._mixed),
+            operations(self._denoiser, runs * linear, runs * self._mixing, _mixed(attention)),
             2 * rows.local * kept + io,
             io,
             workspace=LIBRARY_WORKSPACE,
@@ -234,15 +262,15 @@ class Costs:
             workspace=LIBRARY_WORKSPACE,
         )
 
-    def _attend(self, runs: int) -> Run:
+    def _attend(self, runs: int, attention: BlockAttention) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         heads = rows.local * arrays.heads(size, widths)
         copied = rows.local * arrays.attend(size, self._denoiser)
-        copied += rows.local * arrays.images(size, self.weighing.profile.attention.blocks)
+        copied += rows.local * arrays.images(size, attention)
         return Run(
             runs,
             copied,
-            {self._mixed or self._compute: runs * self._mixing},
+            {_mixed(attention) or self._compute: runs * self._mixing},
             2 * copied + heads,
             rows.local * size.inner * widths.item,
             attention=heads + copied,
@@ -261,11 +289,6 @@ class Costs:
     @property
     def _block_runs(self) -> int:
         return self._size.layers * self.workload.forwards
-
-    @property
-    def _mixed(self) -> Arithmetic | None:
-        """The arithmetic of the blocks' attention, where it is another than the rest's."""
-        return "fp8" if self.weighing.profile.attention.blocks.startswith("sage") else None
 
     @property
     def _mixing(self) -> float:
@@ -361,3 +384,8 @@ class Costs:
         io = AUDIO_CHANNELS * latents * FLOAT * (config.latent_channels + samples)
         kept = latents * arrays.audio(widest)
         return Run(1, kept, flops, 2 * kept * len(config.decoder_rates), io, workspace=LIBRARY_WORKSPACE)
+
+
+def _mixed(attention: BlockAttention) -> Arithmetic | None:
+    """The arithmetic of the blocks' attention, where it is another than the rest's."""
+    return "fp8" if quantises(attention) else None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from engines.profile import Arithmetic, Component
+from engines.quality import Tier
 
 Stage = Literal["encode", "encode_video", "encode_audio", "modulation", "denoise", "decode_video", "decode_audio"]
 
@@ -126,6 +127,7 @@ class Rows(_Record):
 class Plan(_Record):
     """A profile's plan for a request.
 
+    `tiers`: those of quality that requests may choose; times and operations are of the first, memory is for all.
     `limit`: bytes of one GPU, 0 where there is none to fit into. `host`: bytes of the host's memory, `pinned` among
     them. `disk`: the checkpoint, `sidecar` of quantised weights and plans. `tables`: AdaLN parameters of the schedule.
     """
@@ -138,6 +140,7 @@ class Plan(_Record):
     rows: Rows
     tiles: int
     partitions: tuple[str, ...]
+    tiers: tuple[Tier, ...]
     graphs: tuple[GraphPlan, ...]
     stages: tuple[StagePlan, ...]
     limit: int

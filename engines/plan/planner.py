@@ -62,6 +62,7 @@ def draft(profile: Profile, model: Model, workload: Workload) -> Plan:
         rows=costs.rows,
         tiles=costs.tiles,
         partitions=profile.partitions,
+        tiers=profile.tiers,
         graphs=graphs,
         stages=stages,
         limit=profile.device.memory_bytes if profile.device else 0,
@@ -83,6 +84,7 @@ def _checkpoint_bytes(profile: Profile, outline: Outline) -> int:
 
 def _sidecar_bytes(graphs: tuple[GraphPlan, ...], weighing: Weighing) -> int:
     """The encoder's quantised linears once, the transformer's for each partition."""
-    sizes = weighing.model.sidecar({graph.graph: weighing.arithmetic(graph.graph) for graph in graphs})
+    holding = (graph.graph for graph in graphs if graph.weights)
+    sizes = weighing.model.sidecar({graph: weighing.arithmetic(graph) for graph in holding})
     encoder = sum(size for graph, size in sizes.items() if graph.startswith("text_encoder"))
     return encoder + len(weighing.profile.partitions) * (sum(sizes.values()) - encoder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,29 +52,39 @@ class WeightName(NamedTuple):
 class PackedUnits:
     """Units of weights, each laid out in one piece of memory; implements `residency.Source`.
 
-    `units[i]` has the region and the length in bytes of every weight of unit i.
+    `units[i]` has the region and the length in bytes of every weight of unit i. A region that several graphs read
+    lies there once.
     """
 
     def __init__(self, mapped: MappedWeights, units: Sequence[dict[WeightName, tuple[Region, int]]]) -> None:
         self._mapped = mapped
-        self._units = units
-        self.offsets = tuple(_offsets([nbytes for _, nbytes in unit.values()], unit) for unit in units)
+        self._starts = tuple(_starts(dict(unit.values())) for unit in units)
+        self.offsets = tuple(
+            {name: starts[region].offset for name, (region, _) in unit.items()}
+            for unit, starts in zip(units, self._starts, strict=True)
+        )
         """For each unit, where in it every weight begins."""
-        self.sizes = tuple(sum(_aligned(nbytes) for _, nbytes in unit.values()) for unit in units)
+        self.sizes = tuple(sum(_aligned(place.nbytes) for place in starts.values()) for starts in self._starts)
 
     def read(self, unit: int, destination: torch.Tensor) -> None:
         """Writes a unit to host memory, uint8 of its size, from the mapped files."""
         target = destination.numpy()
-        for name, (region, nbytes) in self._units[unit].items():
-            start = self.offsets[unit][name]
+        for region, (offset, nbytes) in self._starts[unit].items():
             data = self._mapped.file(region.file)[region.offset : region.offset + nbytes]
-            target[start : start + nbytes] = data
+            target[offset : offset + nbytes] = data
+
+
+class _Place(NamedTuple):
+    """Where in its unit a region lies."""
+
+    offset: int
+    nbytes: int
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _offsets(sizes: Sequence[int], names: Iterable[WeightName]) -> dict[WeightName, int]:
-    starts = itertools.accumulate(map(_aligned, sizes), initial=0)
-    return dict(zip(names, starts, strict=False))
+def _starts(sizes: Mapping[Region, int]) -> dict[Region, _Place]:
+    offsets = itertools.accumulate(map(_aligned, sizes.values()), initial=0)
+    return {region: _Place(offset, nbytes) for (region, nbytes), offset in zip(sizes.items(), offsets, strict=False)}

@@ -51,12 +51,16 @@ class Project(nn.Module):
         return self.attention.inputs(x, (cos, sin))
 
 
+AttendResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Mixed values [S, heads * head_dim]; and how many tiles were left out, int64 [heads], where some may be."""
+
+
 class Attend(nn.Module):
     """Attention over the whole sequence; has no weights."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, skip_threshold: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> AttendResult:
         """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; dense, it takes no threshold."""
         assert skip_threshold is None
         return attend(query, key, value)
@@ -99,11 +103,15 @@ class Block(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         skip_threshold: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Hidden [S, D] to hidden [S, D]; each row takes its shifts, scales and gates from its row of `modulation`."""
-        mixed = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin), skip_threshold)
+    ) -> AttendResult:
+        """Hidden [S, D] to hidden [S, D]; each row takes its shifts, scales and gates from its row of `modulation`.
+
+        Where attention counts the tiles that it leaves out, so does the block.
+        """
+        attended = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin), skip_threshold)
+        mixed, *skipped = attended if isinstance(attended, tuple) else (attended,)
         result: torch.Tensor = self.finish(hidden, mixed, modulation, modulation_index)
-        return result
+        return (result, skipped[0]) if skipped else result
 
 
 def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:

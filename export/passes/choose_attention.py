@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
 
-from export.graphs.block import Attend, Block
+from export.graphs.block import Attend, AttendResult, Block
 from export.graphs.graph import Graph, TensorSpec
+from plugins.block_attention import BlockAttention, quantises, skips
 from plugins.kernels.hopper_attention import BFLOAT16, QUERY_TILE, SAGE
 from plugins.ops.sage_attention import OP as SAGE_ATTENTION
 from plugins.ops.skip_softmax_attention import OP as SKIP_SOFTMAX_ATTENTION
 
-BlockAttention = Literal["dense", "sage", "skip", "sage+skip"]
-"""How blocks attend: all in the blocks' dtype; in 8-bit floats; without negligible tiles; both."""
-
 SKIP_THRESHOLD = "skip_threshold"
 """The graph input that says how little a tile may weigh before it is left out: float32 [1], 0 leaves out none."""
+
+SKIPPED_TILES = "skipped_tiles"
+"""The graph output that says how many tiles were left out: int64 [heads]."""
 
 SAGE_TOLERANCE = 2.0**-6
 """Largest difference of a SAGE block between ONNX Runtime and torch: where their float32 sums fall to different sides
@@ -28,31 +28,31 @@ of a middle between two E4M3 values, these are 2^-3 apart; and no weight is abov
 SAGE_TRIAL = SAGE.keys + 76
 """Rows of a trial that is quantised: more than a block of keys, and not a multiple of it."""
 
-_CHANGED = ("block", "block.attend")
+CHANGED = ("block", "block.attend")
+"""The graphs that an attention is chosen for; a model has one of them."""
 
 
-def choose_attention(graph: Graph, attention: BlockAttention) -> Graph:
+def choose_attention(graph: Graph, attention: BlockAttention, heads: int) -> Graph:
     """The graph with that attention, if it is one of a block that has attention; else as it is.
 
-    With "skip" it has one input more, `skip_threshold`, which the sampler sets for each step.
+    With "skip" it has one input more, `skip_threshold`, which the sampler sets for each step, and one output more,
+    `skipped_tiles`. Its weights are the same objects.
     """
-    if attention == "dense" or graph.name not in _CHANGED:
+    if attention == "dense" or graph.name not in CHANGED:
         return graph
     threshold = (TensorSpec(SKIP_THRESHOLD, torch.float32, (1,)),) if skips(attention) else ()
+    counts = (TensorSpec(SKIPPED_TILES, torch.int64, (heads,)),) if skips(attention) else ()
     tolerance = SAGE_TOLERANCE if quantises(attention) else graph.tolerance
     trials = (*graph.trials, {"rows": SAGE_TRIAL}) if quantises(attention) else graph.trials
-    inputs, module = (*graph.inputs, *threshold), partial(_build, graph, attention)
-    return replace(graph, module=module, inputs=inputs, tolerance=tolerance, trials=trials, variant=attention)
-
-
-def skips(attention: BlockAttention) -> bool:
-    """Whether tiles may be left out."""
-    return attention.endswith("skip")
-
-
-def quantises(attention: BlockAttention) -> bool:
-    """Whether attention is computed in 8-bit floats."""
-    return attention.startswith("sage")
+    return replace(
+        graph,
+        module=partial(_build, graph, attention),
+        inputs=(*graph.inputs, *threshold),
+        outputs=(*graph.outputs, *counts),
+        tolerance=tolerance,
+        trials=trials,
+        variant=attention,
+    )
 
 
 class SageAttend(Attend):
@@ -60,13 +60,16 @@ class SageAttend(Attend):
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, skip_threshold: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; all tiles without a threshold."""
+    ) -> AttendResult:
+        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; all tiles without a threshold.
+
+        With one, it returns the number of tiles left out as well, int64 [heads].
+        """
         scale, sizes = query.shape[-1] ** -0.5, (1, SAGE.keys, QUERY_TILE, SAGE.keys)
         heads = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         threshold = query.new_zeros(1, dtype=torch.float32) if skip_threshold is None else skip_threshold
-        result, _ = SAGE_ATTENTION(*heads, _rows(query), threshold, scale, *sizes)
-        return _rows_first(result)
+        result, skipped = SAGE_ATTENTION(*heads, _rows(query), threshold, scale, *sizes)
+        return _rows_first(result) if skip_threshold is None else (_rows_first(result), skipped.squeeze(0))
 
 
 class SkippingAttend(Attend):
@@ -74,13 +77,17 @@ class SkippingAttend(Attend):
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, skip_threshold: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; needs the threshold."""
+    ) -> AttendResult:
+        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim], and the number of tiles left out.
+
+        The number is int64 [heads]; the threshold is needed.
+        """
         assert skip_threshold is not None
         heads = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         scale = query.shape[-1] ** -0.5
-        result, _ = SKIP_SOFTMAX_ATTENTION(*heads, _rows(query), skip_threshold, scale, QUERY_TILE, BFLOAT16.keys)
-        return _rows_first(result)
+        tiles = QUERY_TILE, BFLOAT16.keys
+        result, skipped = SKIP_SOFTMAX_ATTENTION(*heads, _rows(query), skip_threshold, scale, *tiles)
+        return _rows_first(result), skipped.squeeze(0)
 
 
 def _build(graph: Graph, attention: BlockAttention) -> nn.Module:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines import machine
-from engines.profile import PROFILES, Attention, Profile, ProfileError
+from engines.profile import PROFILES, Profile, ProfileError
 
 CPU = (PROFILES / "cpu.toml").read_text()
 B300 = (PROFILES / "b300.toml").read_text()
@@ -163,13 +163,50 @@ def test_attention_that_cannot_be_is_refused(tmp_path: Path, lines: str, rule: s
     assert rule in str(error.value)
 
 
-def test_attention_without_a_kernel_in_the_backend_is_refused(tmp_path: Path) -> None:
-    text = (PROFILES / "h200.toml").read_text().replace('blocks = "dense"', 'blocks = "sage"')
-    (tmp_path / "mine.toml").write_text(text)
-    with pytest.raises(ProfileError, match="must be 'dense' with backend = 'tensorrt'; 'inductor' has kernels for it"):
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (("[quality.sage]", "[quality.dense]"), "quality.dense: must not be given; attention.blocks = 'dense' is the"),
+        (
+            ("[quality.sage]", "[quality.vsa]"),
+            "quality.vsa: unknown key; must be 'dense', 'sage', 'skip' or",
+        ),
+        (
+            ("[quality.sage]", "[quality.sage]\nskip_threshold = 0.1"),
+            "quality.sage.skip_threshold = 0.1: must be",
+        ),
+        (("skip_threshold = 0.05", ""), "quality.skip.skip_threshold = 0: must be above 0 with blocks that skip"),
+        (("skip_below = 0.97", "skip_below = 2.0"), "quality.skip.skip_below = 2.0: must be less than or equal to 1"),
+        (
+            ("skip_below = 0.97", "skip_above = 0.97"),
+            "skip_above = 0.97: unknown key; did you mean skip_below?",
+        ),
+        (('weights = "bound"', 'weights = "baked"'), "quality.sage: must not be given with weights = 'baked'"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(tmp_path: Path, change: tuple[str, str], rule: str) -> None:
+    (tmp_path / "mine.toml").write_text(CPU.replace(*change, 1))
+    with pytest.raises(ProfileError) as error:
         Profile.load(tmp_path / "mine.toml")
+    assert rule in str(error.value)
 
 
-def test_tiles_are_skipped_once_there_is_less_noise_than_the_gate() -> None:
-    attention = Attention(blocks="skip", refiner="dense", skip_threshold=0.01, skip_below=0.97)
-    assert [attention.threshold_at(sigma) for sigma in (1.0, 0.98, 0.97, 0.5)] == [0, 0, 0.01, 0.01]
+def test_tiers_are_named_by_what_they_change() -> None:
+    assert [tier.name for tier in Profile.load("cpu").tiers] == ["lossless", "sage", "skip", "sage+skip"]
+    assert [tier.name for tier in Profile.load("h200_inductor_sage").tiers] == ["sage", "lossless", "skip", "sage+skip"]
+    assert [tier.name for tier in Profile.load("h200_inductor_fp8_sage").tiers] == ["fp8+sage"]
+    assert [tier.name for tier in Profile.load("rtx5090").tiers] == ["fp8"]
+
+
+@pytest.mark.parametrize(
+    "lines", [('blocks = "dense"', 'blocks = "sage"'), ("[residency]", "[quality.sage]\n[residency]")]
+)
+def test_only_back_ends_with_kernels_or_plugins_attend_otherwise_than_densely(
+    tmp_path: Path, lines: tuple[str, str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text((PROFILES / "h200.toml").read_text().replace(*lines))
+    assert "sage" in [tier.name for tier in Profile.load(file).tiers]
+    file.write_text((PROFILES / "rtx5090.toml").read_text().replace(*lines))
+    with pytest.raises(ProfileError, match="backend = 'tensorrt_rtx' has no plugins, and so no kernels for it"):
+        Profile.load(file)

@@ -85,6 +85,25 @@ def test_a_block_and_its_segments_read_the_same_file(released: Checkpoint, tmp_p
 SEGMENTS = ("project", "attend", "finish")
 
 
+@pytest.mark.parametrize("row_chunk", [0, 16_384])
+def test_graphs_of_further_tiers_are_variants_over_the_weights_of_the_first(
+    released: Checkpoint, tmp_path: Path, row_chunk: int
+) -> None:
+    tiers = Profile.load("h200_inductor_fp8").model_copy(update={"row_chunk": row_chunk})
+    graphs = by_name(profile_graphs(released, tiers, "fl2va", tmp_path))
+    alone = by_name(profile_graphs(released, tiers.model_copy(update={"quality": {}}), "fl2va", tmp_path))
+    attends = "block.attend" if row_chunk else "block"
+    assert graphs.keys() - alone.keys() == {f"{attends}.skip", f"{attends}.sage+skip"}
+    for kind in ("skip", "sage+skip"):
+        graph = graphs[f"{attends}.{kind}"]
+        assert graph.variant == kind
+        assert bind(graph) == bind(graphs[attends])
+        assert graph.outputs[:1] == graphs[attends].outputs
+    sidecars = [profile_sidecars(released, p, "fl2va", tmp_path) for p in (tiers, profile(denoiser="fp8"))]
+    assert [one.path for one in sidecars[0]][-1:] == [one.path for one in sidecars[1]][-1:]
+    check_consumption(released, declared_graphs(released, tiers, "fl2va"), "fl2va")
+
+
 def test_one_file_a_component_holds_half_of_what_it_replaces(released: Checkpoint, tmp_path: Path) -> None:
     chosen = profile(denoiser="fp8", text_encoder="fp8")
     text, denoiser = profile_sidecars(released, chosen, "fl2va", tmp_path)

@@ -133,6 +133,28 @@ def test_every_instance_runs_with_its_own_weights_wherever_they_live(
     assert shop.gpu.trimmed == 2
 
 
+@pytest.mark.parametrize("denoiser", ["resident", "swapped", 2])
+def test_engines_of_further_tiers_share_the_weights_on_the_device(shop: Shop, denoiser: str | int) -> None:
+    store = shop.store(denoiser)
+    engines = shop.open(store)
+    for instance in range(LAYERS):
+        run(engines, "block", instance)
+    alone = list(shop.gpu.allocated)
+    shop.gpu.allocated.clear()
+    manifest = store.manifest
+    shared = {**manifest.bindings["fl2va"], "block.skip": manifest.bindings["fl2va"]["block"]}
+    graphs = {**manifest.graphs, "block.skip": manifest.graphs["block"]}
+    store = EngineStore(shop.root, manifest.model_copy(update={"graphs": graphs, "bindings": {"fl2va": shared}}))
+    engines = shop.open(store, tuple(graphs))
+    for instance in range(LAYERS):
+        hidden = torch.arange(1.0, 4.0)
+        for graph in ("block", "block.skip"):
+            found = engines.run(graph, {"hidden": hidden}, instance, "fl2va", {})["out"]
+            assert torch.equal(found, hidden * SCALES["block"][instance])
+    weights = [size for size in shop.gpu.allocated if size not in (100, 1000)]
+    assert sorted(weights) == sorted(size for size in alone if size not in (100, 1000))
+
+
 def test_one_plan_and_one_context_serve_all_instances(shop: Shop) -> None:
     engines = shop.open(shop.store())
     for instance in range(LAYERS):

@@ -104,6 +104,25 @@ def test_h200_runs_in_bfloat16_with_the_encoder_resident(outline: Outline) -> No
         make_plan(profile.model_copy(update={"row_chunk": 0}), outline, Workload(seconds=15))
 
 
+@pytest.mark.parametrize("row_chunk", [0, 16_384])
+def test_further_tiers_cost_working_memory_and_no_weights(row_chunk: int) -> None:
+    tiers = Profile.load("h200_inductor_fp8").model_copy(update={"row_chunk": row_chunk})
+    alone, all_four = (draft(p, MODEL, Workload()) for p in (tiers.model_copy(update={"quality": {}}), tiers))
+    assert all_four.stage("denoise").weights == alone.stage("denoise").weights
+    assert all_four.sidecar == alone.sidecar
+    assert all_four.flops == alone.flops
+    # The copies that skipping attention works on: queries, keys and values in bfloat16.
+    copies = all_four.rows.total * 2 * 3 * OUTLINE.dimensions.denoiser.inner
+    grown = all_four.stage("denoise").peak - alone.stage("denoise").peak
+    assert grown <= copies + 1
+    if not row_chunk:
+        assert grown >= copies - 1
+    assert {g.graph for g in all_four.graphs} - {g.graph for g in alone.graphs} == {
+        f"block{'.attend' if row_chunk else ''}.{kind}" for kind in ("skip", "sage+skip")
+    }
+    assert [tier.name for tier in all_four.tiers] == ["fp8", "fp8+sage", "fp8+skip", "fp8+sage+skip"]
+
+
 def test_each_card_of_a_ulysses_pair_holds_the_whole_denoiser(outline: Outline) -> None:
     one, two = (draft(Profile.load(name), MODEL, Workload()) for name in ("rtx5090", "rtx5090x2"))
     assert one.stage("denoise").weights == two.stage("denoise").weights

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from engines.profile import Attention, Precision, Profile
 from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
 from plugins.shape import Shape, legal_frames
-from runtime.admission import Load, MemoryModel, canvases_like
+from runtime.admission import Estimate, Load, MemoryModel, canvases_like
 from runtime.condition_memory import EncoderSizes
 from runtime.media.facts import Facts
-from runtime.request import RequestError, Resolved, resolve
+from runtime.request import Limits, RequestError, Resolved, resolve
 from tests.request.media_vectors import IMAGE, SOUND, SOUND_VIDEO, resolve_with
 from tests.request.sizes import MINIATURE, RELEASED
 
@@ -118,7 +118,14 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
     )
     del axes["rows"]
     assert MemoryModel.of(manifest) == MemoryModel(
-        MINIATURE, GIB, 5000, tile_features=3072, row_chunk=512, encoders=EncoderSizes(96, 40), axes=axes
+        MINIATURE,
+        GIB,
+        5000,
+        tile_features=3072,
+        row_chunk=512,
+        encoders=EncoderSizes(96, 40),
+        axes=axes,
+        scores={"lossless": 0},
     )
 
 
@@ -138,6 +145,26 @@ def test_every_reference_needs_memory_and_rows() -> None:
     assert alone.denoise < image.denoise < video.denoise < sound.denoise
     assert alone.held < image.held < video.held < sound.held
     assert alone.decode == sound.decode
+
+
+def test_a_tier_whose_attention_holds_all_scores_is_refused_with_those_that_do_not() -> None:
+    limits = Limits(tiers=Profile.load("cpu").tiers)
+    scores = {"lossless": 0.0, "sage": 5.4, "skip": 4.2, "sage+skip": 5.4}
+
+    def admit(width: int, tier: str) -> Estimate:
+        params = {"aspect_ratio": "1:1", "width": width, "height": width, "duration": 4, "quality": tier}
+        return dataclasses.replace(_model(3 * GIB), scores=scores).admit(
+            resolve("a cat", params, MINIATURE, limits), text_rows=100
+        )
+
+    dense, skip = (admit(256, tier) for tier in ("lossless", "skip"))
+    # Measured at 2,419 rows, about as many as these: 729 MiB more than dense attention.
+    assert 729 << 20 < skip.denoise - dense.denoise < 1.5 * (729 << 20)
+    with pytest.raises(RequestError) as caught:
+        admit(512, "sage")
+    assert (caught.value.field, caught.value.value, caught.value.nearest) == ("quality", "sage", ("lossless",))
+    assert "GiB of memory" in caught.value.rule
+    admit(512, "lossless")
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,8 @@ SAMPLING = (
     _no("unknown noise", _wide(seed_convention="comfy"), "seed_convention", "'comfy'", "diffusers, vllm-omni"),
     _ok("euler", _wide(sampler="euler")),
     _ok("lossless", _wide(quality="lossless")),
+    _no("a tier of another profile", _wide(quality="fp8+sage"), "quality", "'fp8+sage'", "not offered"),
+    _no("no tier at all", _wide(quality="best"), "quality", "'best'", "must be one of"),
     _ok("task in capitals", _wide(task="T2VA"), task="t2va"),
     _ok("guidance without effect", _wide(guidance_scale=5, negative_prompt="blur"), forwards=49),
     _no("guidance 21", _wide(guidance_scale=21), "guidance_scale", "21", "from 0 to 20", "20"),
@@ -221,7 +223,7 @@ def _absent(name: str, value: Any, shown: str, nearest: str | None = None) -> Ve
 
 
 NOT_OFFERED = (
-    _absent("quality", "high", "'high'", "lossless"),
+    _absent("quality", "high", "'high'"),
     _absent("sampler", "res_multistep", "'res_multistep'", "euler"),
     _absent("audio_mode", "lock_source", "'lock_source'", "native"),
     _absent("generate_sound", False, "false", "true"),

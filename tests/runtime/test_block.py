@@ -1,4 +1,4 @@
-"""What a block's attention takes beside the rows reaches the engine that attends, and no other."""
+"""Each forward's attention: its engine runs, its threshold reaches that one alone, what is skipped is counted."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import pytest
 import torch
 
 from engines.store import TensorRecord
+from runtime.attention import BlocksAttention
 from runtime.block import SEGMENTS, WHOLE, open_blocks
+from runtime.quality import Attending
 
 ROWS, WIDTH, CHUNK = 5, 4, 2
 
 
 class Recorder:
-    """Engines that say which inputs they were given."""
+    """Engines that say which inputs they were given; those that skip leave out 3 tiles in each of 2 heads."""
 
-    def __init__(self, graphs: tuple[str, ...]) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, graphs: tuple[str, ...], further: tuple[str, ...]) -> None:
         self.calls: list[tuple[str, dict[str, torch.Tensor]]] = []
         self.manifest: Any = SimpleNamespace(
             graphs={name: SimpleNamespace(outputs=_outputs(name)) for name in graphs},
-            profile=SimpleNamespace(row_chunk=CHUNK),
+            profile=SimpleNamespace(
+                row_chunk=CHUNK, attention=SimpleNamespace(blocks="dense"), further_attention=further
+            ),
         )
 
     def empty(self, spec: TensorRecord) -> torch.Tensor:
@@ -29,7 +35,8 @@ class Recorder:
 
     def run(self, graph: str, inputs: dict[str, torch.Tensor], *rest: object) -> dict[str, torch.Tensor]:
         self.calls.append((graph, {name: tensor.clone() for name, tensor in inputs.items()}))
-        return {"hidden_out": inputs.get("hidden", torch.zeros(0))}
+        counted = {"skipped_tiles": torch.tensor([3, 3])} if graph.endswith("skip") else {}
+        return {"hidden_out": inputs.get("hidden", torch.zeros(0)), **counted}
 
 
 def _outputs(graph: str) -> tuple[TensorRecord, ...]:
@@ -38,13 +45,27 @@ def _outputs(graph: str) -> tuple[TensorRecord, ...]:
 
 
 @pytest.mark.parametrize("graphs", [WHOLE, SEGMENTS], ids=["whole", "segments"])
-def test_threshold_of_the_step_is_given_to_what_attends_alone(graphs: tuple[str, ...]) -> None:
-    engines, threshold = Recorder(graphs), torch.zeros(1)
+def test_every_forward_has_its_own_attention(graphs: tuple[str, ...]) -> None:
+    engines: Any = Recorder(graphs, ("skip", "sage+skip"))
+    attention = BlocksAttention(engines)
     rows = {"modulation_index": torch.zeros(ROWS, dtype=torch.int64), "cos": torch.zeros(ROWS, 3)}
-    blocks = open_blocks(engines, "fl2va", rows, {"skip_threshold": threshold})  # type: ignore[arg-type]
-    for value in (0.0, 0.25):
-        threshold.fill_(value)
+    blocks = open_blocks(engines, "fl2va", rows, attention)
+    forwards = (("dense", 0.0), ("skip", 0.25), ("sage", 0.0), ("sage+skip", 0.5))
+    for kind, threshold in forwards:
+        attention.use(Attending(forwards=1, attention=kind, skip_threshold=threshold))  # type: ignore[arg-type]
         blocks.run(0, torch.zeros(ROWS, WIDTH), torch.zeros(1))
     given = [(graph, inputs["skip_threshold"].item()) for graph, inputs in engines.calls if "skip_threshold" in inputs]
     attends = "block" if graphs == WHOLE else "block.attend"
-    assert given == [(attends, 0.0), (attends, 0.25)]
+    # SAGE runs on the engine that can skip, with nothing to skip.
+    assert given == [(f"{attends}.skip", 0.25), (f"{attends}.sage+skip", 0.0), (f"{attends}.sage+skip", 0.5)]
+    assert [graph for graph, _ in engines.calls].count(attends) == 1
+    assert attention.skipped() == 3 * 6
+
+
+def test_a_profile_whose_blocks_skip_is_dense_with_the_same_engine() -> None:
+    engines: Any = Recorder(WHOLE, ())
+    engines.manifest.profile.attention.blocks = "skip"
+    attention = BlocksAttention(engines)
+    attention.use(Attending(forwards=1, attention="dense", skip_threshold=0.0))
+    assert attention.graph("block") == "block"
+    assert attention.inputs["skip_threshold"].item() == 0

@@ -36,7 +36,8 @@ class Toy:
         self.store = directory / "store"
         self.repository = directory / "repository"
         self.log_file = directory / "server.log"
-        write_toy_repository(self.repository, self.store)
+        self.state = directory / "state"
+        write_toy_repository(self.repository, self.store, self.state)
         self.settings = ServerSettings(self.repository, self.log_file, PUBLIC_MODELS, ready_timeout=TOY_READY_SECONDS)
 
     def spans(self) -> list[tuple[float, float]]:
@@ -67,7 +68,7 @@ def server(
 ) -> Iterator[TritonServer]:
     """The real models over the miniature's engines, for all tests that do not stop it."""
     directory = tmp_path_factory.mktemp("server")
-    render(demonstration.store, directory / "repository", RepositorySettings())
+    render(demonstration.store, directory / "repository", RepositorySettings(state=directory / "state"))
     settings = ServerSettings(directory / "repository", directory / "server.log", PUBLIC_MODELS)
     started = time.monotonic()
     with TritonServer(settings) as one:
