@@ -47,8 +47,8 @@ demo: setup ## miniature checkpoint, engines, Triton, one request: out/demo.mp4
 
 test: setup ## the whole test suite
 	$(VENV)/bin/python -m pytest -m 'not soak' -n auto --maxprocesses 4 --dist loadfile \
-	  --ignore=tests/serving --ignore=tests/pipeline
-	$(VENV)/bin/python -m pytest -m 'not soak' tests/serving tests/pipeline
+	  --ignore=tests/serving --ignore=tests/pipeline --ignore=tests/faults
+	$(VENV)/bin/python -m pytest -m 'not soak' tests/serving tests/pipeline tests/faults
 
 soak: setup ## the tests that take longer than the test suite may
 	$(VENV)/bin/python -m pytest -m soak
