@@ -1,4 +1,4 @@
-"""A sweep as files: JSON with everything, CSV of the points, a table in Markdown, and a plot of latency by throughput."""
+"""A sweep as files: JSON with everything, CSV of the points, a table in Markdown, and a plot."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _write_csv(points: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _draw(measured: Mapping[str, Any], file: Path) -> None:
-    """A line for each visit of a duration through its concurrencies, p50 with a bar up to p95; crosses did not settle."""
+    """Latency by throughput: a line for each visit of a duration, p50 with a bar to p95; crosses did not settle."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
