@@ -14,6 +14,7 @@ from h3trt import (
     build_commands,
     console,
     gateway_commands,
+    health_commands,
     perf_commands,
     plan_commands,
     serve_commands,
@@ -59,6 +60,7 @@ bench_commands.register(app)
 build_commands.register(app)
 serve_commands.register(app)
 gateway_commands.register(app)
+health_commands.register(app)
 perf_commands.register(app)
 
 
