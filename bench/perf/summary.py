@@ -96,6 +96,7 @@ def _draw(measured: Mapping[str, Any], file: Path) -> None:
         axes.plot([], [], "x", color="red", markersize=11, label="did not settle")
     axes.set_xlabel("clips a minute")
     axes.set_ylabel("latency, s: p50, with a bar to p95")
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_title(f"{measured['what']}\n{measured['client']}, by concurrency", fontsize=9)
     axes.legend(fontsize=8)
