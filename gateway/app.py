@@ -54,7 +54,7 @@ class Gateway:
             redoc_url=None,
             redirect_slashes=False,
         )
-        Videos(self.jobs, clips, settings).add_to(self.app)
+        Videos(self.jobs, clips, settings, metrics).add_to(self.app)
         Operations(self.jobs, self._models, metrics).add_to(self.app)
         self.app.add_middleware(Guard, settings=settings, metrics=metrics)
         for error, answer in (

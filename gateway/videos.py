@@ -21,6 +21,7 @@ from gateway.errors import ApiError, Code
 from gateway.following import following
 from gateway.job import JOB_ID, MEDIA_TYPE, VideoJob
 from gateway.jobs import Jobs
+from gateway.metrics import GatewayMetrics
 from gateway.models import Asked
 from gateway.progress import LAST_ID
 from gateway.schema import REQUEST_BODY, answers
@@ -72,8 +73,8 @@ class Deleted(BaseModel):
 class Videos:
     """The handlers, which share the jobs, the clips and a limit on bodies that are read at once."""
 
-    def __init__(self, jobs: Jobs, clips: Clips, settings: GatewaySettings) -> None:
-        self._jobs, self._clips, self._settings = jobs, clips, settings
+    def __init__(self, jobs: Jobs, clips: Clips, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._jobs, self._clips, self._settings, self._metrics = jobs, clips, settings, metrics
         self._uploads = asyncio.Semaphore(UPLOADS)
 
     def add_to(self, app: FastAPI) -> None:
@@ -98,8 +99,7 @@ class Videos:
 
     async def create(self, request: Request, idempotency_key: IdempotencyKey = None) -> VideoJob:
         """Accept a request as a job. The body may also be JSON: the parameters object of the request page."""
-        asked = await self._read(request)
-        return await self._jobs.submit(asked, request.state.owner, idempotency_key)
+        return await self._submitted(request, idempotency_key)
 
     async def dry_run(self, request: Request) -> Mapping[str, Any]:
         """Say what a request would become, with every default and derived size; nothing is generated."""
@@ -110,9 +110,7 @@ class Videos:
 
         A fragmented clip of one output is sent while it is made.
         """
-        asked = await self._read(request)
-        owner = request.state.owner
-        job = await self._jobs.submit(asked, owner, idempotency_key, attached=True)
+        job = await self._submitted(request, idempotency_key, attached=True)
         if (active := self._jobs.active(job.id)) is not None:
             streamed = active.streamed and job.outputs == 1
             async with AsyncExitStack() as waiting:
@@ -224,6 +222,14 @@ class Videos:
 
         known = {"X-Request-Id": active.job.id, "X-Model": active.job.model}
         return StreamingResponse(pieces(), media_type=MEDIA_TYPE, headers=known)
+
+    async def _submitted(self, request: Request, key: str | None, attached: bool = False) -> VideoJob:
+        """The job that a request is accepted as. Raises ApiError."""
+        try:
+            return await self._jobs.submit(await self._read(request), request.state.owner, key, attached)
+        except ApiError as error:
+            self._metrics.refused.labels(error.code).inc()
+            raise
 
     async def _read(self, request: Request) -> Asked:
         """The request in a body. Raises ApiError, also when too many bodies are being read."""

@@ -30,6 +30,10 @@ LOST_MODEL = re.compile(r"Stub process .* is not healthy")
 """What Triton says while a model's process is gone, until the server has been started again."""
 
 
+NO_SHARED_MEMORY = re.compile(r"shared memory pool|allocate shared memory|No space left on device", re.IGNORECASE)
+"""What Triton's Python backend says when /dev/shm is full, together with names that are no business of clients."""
+
+
 class Failure(Enum):
     """Why a request did not end with an MP4; the values are gRPC's names."""
 
@@ -144,6 +148,9 @@ def client_error(error: InferenceServerException) -> ClientError:
         failure = _uncoded_failure(message)
     if LOST_MODEL.search(message):
         failure = Failure.UNAVAILABLE
+    if failure is Failure.INTERNAL and NO_SHARED_MEMORY.search(message):
+        failure = Failure.UNAVAILABLE
+        message = "the request needs more shared memory than the server has; give it more: docker run --shm-size=1g"
     if failure is Failure.UNAVAILABLE and "connect" in message:
         message = f"no server answers: {message}; start one with: h3trt serve"
     return ClientError(failure, message)
