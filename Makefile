@@ -88,10 +88,9 @@ peers: setup ## what some tests compare with and nothing here needs; without it 
 	$(VENV)/bin/python -m pip download --progress-bar off --no-deps -d build/peers $(PEERS)
 
 browser: ## Chromium, for the test of the web page; without it that test is skipped
-	@command -v chromium || command -v google-chrome || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; } || \
-	  { echo "no Chromium here, and no way to install it: as root, apt-get install chromium" >&2; exit 2; }
 	@command -v chromium || command -v google-chrome || \
-	  { apt-get update && apt-get install -y --no-install-recommends chromium; }
+	  { apt-get update && apt-get install -y --no-install-recommends chromium; } || \
+	  { echo "no Chromium here, and no way to install it: as root, apt-get install chromium" >&2; exit 2; }
 
 lint: setup ## style
 	$(VENV)/bin/ruff check .

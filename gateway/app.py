@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from gateway.clips import Clips
 from gateway.clock import Clock
@@ -52,8 +54,8 @@ class Gateway:
             redoc_url=None,
             redirect_slashes=False,
         )
-        self.app.include_router(Videos(self.jobs, clips, settings).router())
-        self.app.include_router(Operations(self.jobs, self._models, metrics).router())
+        Videos(self.jobs, clips, settings).add_to(self.app)
+        Operations(self.jobs, self._models, metrics).add_to(self.app)
         self.app.add_middleware(Guard, settings=settings, metrics=metrics)
         for error, answer in (
             (ApiError, _api_error),
@@ -99,8 +101,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: Code.NOT_FOUND, 405: Code.METHOD}.get(error.status_code, Code.INVALID)
     answer = error_response(ApiError(code, f"{request.method} {show(request.url.path)}: {error.detail}"))
-    answer.headers.update(error.headers or {})
+    if code is Code.METHOD:
+        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
     return answer
+
+
+def _methods(request: Request) -> set[str]:
+    """What may be done to the path; Starlette itself tells only what the first route that matches it does."""
+    routes: list[Any] = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in getattr(route, "methods", None) or ()}
 
 
 async def _fault(request: Request, error: Exception) -> Response:

@@ -70,7 +70,7 @@ class Guard:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 # The route's pattern and not the path, which anybody can make up.
-                route = getattr(scope.get("route"), "path", "other")
+                route = getattr(scope.get("route"), "path_format", "other")
                 self._metrics.requests.labels(route, _method(scope["method"]), message["status"]).inc()
                 message["headers"] = [*message["headers"], *_absent(message["headers"])]
             await send(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 from pydantic import BaseModel
 
 from gateway.errors import ApiError, Code
@@ -44,15 +44,13 @@ class Operations:
         self._jobs, self._models, self._metrics = jobs, models, metrics
         self._page = Page.read()
 
-    def router(self) -> APIRouter:
-        """All routes."""
-        router = APIRouter(tags=["operations"])
-        router.add_api_route("/v1/models", self.models, response_model=ModelList, responses=refusals(401, 403))
-        router.add_api_route("/healthz", self.healthz, response_model=Health, responses=refusals(403))
-        router.add_api_route("/readyz", self.readyz, response_model=Health, responses=refusals(403, 503))
-        router.add_api_route("/metrics", self.metrics, response_class=Response, responses=refusals(401, 403))
-        router.add_api_route("/", self.page, response_class=Response, include_in_schema=False)
-        return router
+    def add_to(self, app: FastAPI) -> None:
+        """Adds all routes."""
+        app.add_api_route("/v1/models", self.models, response_model=ModelList, responses=refusals(401, 403))
+        app.add_api_route("/healthz", self.healthz, response_model=Health, responses=refusals(403))
+        app.add_api_route("/readyz", self.readyz, response_model=Health, responses=refusals(403, 503))
+        app.add_api_route("/metrics", self.metrics, response_class=Response, responses=refusals(401, 403))
+        app.add_api_route("/", self.page, response_class=Response, include_in_schema=False)
 
     async def models(self) -> ModelList:
         """The served model."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from gateway.errors import Code
 from gateway.form import FILE_FIELDS, FIRST, INPUT, INPUTS, LAST
 from gateway.job import MEDIA_TYPE, VideoJob
+from gateway.progress import LAST_ID
 from runtime.contract import EXTRA, FIELDS, GROUPS, PROMPT, Field
 from runtime.kinds import AspectRatio, Boolean, Choice, Integer, Kind, Number, Sides, Step, Text, WholeSeconds
 from runtime.reference_kinds import KEYFRAME_INDICES, START, FrameIndices, MediaUrls, NamedReferences, StartTimes
@@ -155,11 +156,19 @@ _FILES: dict[str, Schema] = {
 }
 assert set(_FILES) == set(FILE_FIELDS)
 
+_EXAMPLE = {
+    "prompt": "A red fox runs over fresh snow, its steps crunching.",
+    "aspect_ratio": "1:1",
+    "size": "256x256",
+    "seconds": 4,
+    "num_inference_steps": 2,
+}
+
 REQUEST_BODY: Schema = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": _body({})},
+            "application/json": {"schema": _body({}), "example": _EXAMPLE},
             "multipart/form-data": {"schema": _body(_FILES)},
         },
     }
@@ -169,8 +178,21 @@ REQUEST_BODY: Schema = {
 _REFUSALS = (400, 401, 403, 408, 413, 415, 422, 429, 500, 503, 504, 507)
 _STREAMED: Schema = {"schema": {"type": "string", "format": "binary"}}
 _CLIPS: Schema = {"content": {MEDIA_TYPE: _STREAMED, "application/zip": _STREAMED}}
+_EVENT: Schema = {
+    "type": "object",
+    "properties": {
+        "event": {"enum": ["progress", "status"]},
+        "id": {"type": "string", "pattern": f"^([0-9]+|{LAST_ID})$"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+    "required": ["event", "id", "data"],
+}
+_LINKS: Schema = {
+    operation: {"operationId": operation, "parameters": {"job_id": "$response.body#/id"}}
+    for operation in ("job", "delete", "content", "events")
+}
 _ANSWERS: dict[str, tuple[dict[int, Schema], tuple[int, ...]]] = {
-    "create": ({}, (*_REFUSALS, 409)),
+    "create": ({200: {"links": _LINKS}}, (*_REFUSALS, 409)),
     "create_and_wait": ({200: _CLIPS}, (*_REFUSALS, 409)),
     "dry_run": ({}, _REFUSALS),
     "list_jobs": ({}, (400, 401, 403)),
@@ -181,7 +203,7 @@ _ANSWERS: dict[str, tuple[dict[int, Schema], tuple[int, ...]]] = {
         (400, 401, 403, 404, 416, 422),
     ),
     "events": (
-        {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, 204: {}},
+        {200: {"content": {"text/event-stream": {"schema": _EVENT}}}, 204: {}},
         (400, 401, 403, 404),
     ),
 }

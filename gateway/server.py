@@ -48,10 +48,13 @@ class Server(uvicorn.Server):
         if self._draining is not None or not self.started:
             self.should_exit = self.force_exit = True
             return
-        self._loop.call_soon_threadsafe(self.drain)
+        self.ask_to_drain()
 
-    def drain(self) -> None:
-        """Refuses new jobs, lets the others end, and then ends the server."""
+    def ask_to_drain(self) -> None:
+        """Refuses new jobs, lets the others end, and then ends the server. Any thread may call it."""
+        self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    def _begin_to_drain(self) -> None:
         self._draining = self._draining or self._loop.create_task(self._drain())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

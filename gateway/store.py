@@ -57,7 +57,7 @@ class JobStore:
         try:
             self._db = self._open(file)
         except sqlite3.DatabaseError as error:
-            raise ServerError(f"{file} is damaged: {error}", f"move it away: mv {file} {file}.damaged") from error
+            raise ServerError(f"{file} is damaged: {error}", _move_away(file, "damaged")) from error
         (self._counted,) = self._db.execute("SELECT seconds FROM uptime").fetchone()
 
     def close(self) -> None:
@@ -186,8 +186,11 @@ class JobStore:
             db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
         elif found != VERSION:
             db.close()
-            raise ServerError(
-                f"{file} has version {found} of the jobs' schema and this gateway reads {VERSION}",
-                f"move it away: mv {file} {file}.version{found}",
-            )
+            what = f"{file} has version {found} of the jobs' schema and this gateway reads {VERSION}"
+            raise ServerError(what, _move_away(file, f"version{found}"))
         return db
+
+
+def _move_away(file: Path, why: str) -> str:
+    """The whole folder: SQLite's other files and the clips belong to the jobs."""
+    return f"move its folder away: mv {file.parent} {file.parent}.{why}"

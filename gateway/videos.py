@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import FastAPI, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel
 from starlette.convertors import Convertor, register_url_convertor
@@ -74,24 +74,25 @@ class Videos:
         self._jobs, self._clips, self._settings = jobs, clips, settings
         self._uploads = asyncio.Semaphore(UPLOADS)
 
-    def router(self) -> APIRouter:
-        """All routes."""
+    def add_to(self, app: FastAPI) -> None:
+        """Adds all routes."""
         register_url_convertor("job_id", _JobId())
-        router = APIRouter(prefix="/v1/videos", tags=["videos"])
+        body: dict[str, Any] = {"openapi_extra": REQUEST_BODY}
         one = "/{job_id:job_id}"
         for path, method, handler, options in (
-            ("", "POST", self.create, {"response_model": VideoJob, "openapi_extra": REQUEST_BODY}),
+            ("", "POST", self.create, {"response_model": VideoJob, **body}),
             ("", "GET", self.list_jobs, {"response_model": JobList}),
-            ("/sync", "POST", self.create_and_wait, {"response_class": FileResponse, "openapi_extra": REQUEST_BODY}),
-            ("/dry-run", "POST", self.dry_run, {"response_model": dict[str, Any], "openapi_extra": REQUEST_BODY}),
+            ("/sync", "POST", self.create_and_wait, {"response_class": FileResponse, **body}),
+            ("/dry-run", "POST", self.dry_run, {"response_model": dict[str, Any], **body}),
             (one, "GET", self.job, {"response_model": VideoJob}),
             (one, "DELETE", self.delete, {"response_model": Deleted}),
             (f"{one}/content", "GET", self.content, {"response_class": FileResponse}),
             (f"{one}/events", "GET", self.events, {"response_class": StreamingResponse}),
         ):
             name = handler.__name__
-            router.add_api_route(path, handler, methods=[method], responses=answers(name), operation_id=name, **options)
-        return router
+            app.add_api_route(
+                f"/v1/videos{path}", handler, methods=[method], responses=answers(name), operation_id=name, **options
+            )
 
     async def create(self, request: Request, idempotency_key: IdempotencyKey = None) -> VideoJob:
         """Accept a request as a job. The body may also be JSON: the parameters object of the request page."""

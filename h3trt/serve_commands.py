@@ -66,6 +66,20 @@ def serve(
         str, typer.Option(help="Memory for encoded prompts and references, for each of two processes; or off.")
     ] = DEFAULT_CACHE,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
+    warm: Annotated[
+        bool | None,
+        typer.Option("--warm/--no-warm", help="Run requests of each size before being ready. Default: on GPUs."),
+    ] = None,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds that the models get to be ready.")] = 1800,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address to publish metrics at, for a Prometheus on another machine.")
+    ] = "127.0.0.1",
+    trace: Annotated[
+        str, typer.Option(help="URL of an OpenTelemetry collector, http://HOST:4318/v1/traces. Default: none.")
+    ] = "",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Write the server's log to standard output too, one JSON object a line.")
+    ] = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="Times in a row that a server is started again that died or hangs.")
     ] = 5,
@@ -81,12 +95,17 @@ def serve(
     from triton_repo.watchdog import RestartPolicy
 
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    settings = _settings(queue, media_host or [], media_root, condition_cache, queue_timeout)
+    settings = replace(
+        _settings(queue, media_host or [], media_root, condition_cache), queue_timeout=queue_timeout, warm=warm
+    )
     policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
-    with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports, policy) as server:
-        console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
-        console.line(f"HTTP    http://{server.endpoints.http}")
-        console.line(f"metrics http://{server.endpoints.metrics}/metrics")
+    run = {**ports, "ready_timeout": ready_timeout, "trace": trace, "metrics_host": metrics_host}
+    place = paths.triton(profile)
+    with _server(place, store or paths.engine_store(profile), settings, run, policy, log_json) as server:
+        if not log_json:
+            console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
+            console.line(f"HTTP    http://{server.endpoints.http}")
+            console.line(f"metrics http://{server.endpoints.metrics}/metrics")
         try:
             server.run()
         except KeyboardInterrupt:
@@ -257,10 +276,14 @@ def _server(
     folder: Path,
     store: Path,
     chosen: RepositorySettings,
-    ports: Mapping[str, int],
+    run: Mapping[str, Any],
     policy: RestartPolicy | None = None,
+    log_json: bool = False,
 ) -> Iterator[Watchdog]:
-    """A ready server of the store, its repository rendered anew in `folder`. Raises StoreError and ServerError."""
+    """A ready server of the store, its repository rendered anew in `folder`, run with these `ServerSettings`.
+
+    Raises StoreError and ServerError.
+    """
     from triton_repo.names import PUBLIC_MODELS
     from triton_repo.repository import render
     from triton_repo.server import ServerSettings
@@ -272,7 +295,7 @@ def _server(
     with ExitStack() as running:
         running.enter_context(held(folder))
         models = render(store, folder / "repository", replace(chosen, state=state.folder))
-        settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
+        settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **run)
         started = time.monotonic()
         with console.steps() as progress:
             numbers = itertools.count(1)
@@ -280,9 +303,16 @@ def _server(
             def loaded(name: str) -> None:
                 progress(Moment(next(numbers), len(models), name, "ready"))
 
-            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading))
+            logged = _print_json if log_json else (lambda line: None)
+            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading, logged))
         console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
         yield server
+
+
+def _print_json(line: str) -> None:
+    from triton_repo.server_log import as_json
+
+    console.line(as_json(line))
 
 
 def _settings(
@@ -290,11 +320,15 @@ def _settings(
     media_hosts: Sequence[str] = (),
     media_root: Path | None = None,
     condition_cache: str = DEFAULT_CACHE,
-    queue_timeout: float = 86_400.0,
 ) -> RepositorySettings:
     from triton_repo.repository import RepositorySettings
 
-    return RepositorySettings(queue, queue_timeout, tuple(media_hosts), media_root, _cache_bytes(condition_cache))
+    return RepositorySettings(
+        max_queue_size=queue,
+        media_hosts=tuple(media_hosts),
+        media_root=media_root,
+        condition_cache=_cache_bytes(condition_cache),
+    )
 
 
 def _cache_bytes(text: str) -> int:

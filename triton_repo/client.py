@@ -74,6 +74,11 @@ class Client:
     ) -> None:
         self._client.close()
 
+    def is_ready(self, model: str) -> bool:
+        """Whether the model can be called. Raises ClientError where no server answers."""
+        with told():
+            return self._client.is_model_ready(model)
+
     def resolve(
         self,
         prompt: str,

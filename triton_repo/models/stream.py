@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation, Event
-from runtime.pipeline import Pipeline
-from runtime.work import work_of
+from runtime.pipeline import STAGES, Pipeline
+from runtime.rehearsal import rehearsals, rehearse
 from triton_repo import adapter
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -37,6 +38,7 @@ class TritonPythonModel(adapter.Model):
         self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
+        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, STAGES))
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answers each request with its messages, one request after the other."""
@@ -62,7 +64,7 @@ class TritonPythonModel(adapter.Model):
         taken = self.pipeline.take(*adapter.read_request(request))
         work.received(taken.media)
         resolved = self.admitted(taken, arrival, queue=None)
-        work.begins(work_of(resolved, len(taken.presented.token_ids), self.pipeline.manifest.dimensions))
+        work.begins(self.works(taken))
         messages.send(adapter.write_bytes("RESOLVED", resolved.model_dump_json()))
         fragmented = resolved.media.container == "fragmented"
         pieces = messages.send_fragment if fragmented else _keep
