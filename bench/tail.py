@@ -30,7 +30,7 @@ from runtime.transfer import to_host
 if TYPE_CHECKING:
     from runtime.pipeline import Pipeline
 
-ROUNDS = 3
+ROUNDS = 5
 OPTIONS = MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000)
 FRAGMENTED = MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000, container="fragmented")
 
