@@ -70,6 +70,8 @@ def measure(pipeline: Pipeline, params: Mapping[str, Any], seeds: Sequence[int])
         "what": f"clips of each tier beside {reference} ones of the same seed",
         "machine": _machine(profile),
         "profile": profile.name,
+        "model": f"{pipeline.manifest.dimensions.denoiser.layers} blocks of width "
+        f"{pipeline.manifest.dimensions.denoiser.hidden}",
         "reference": reference,
         "params": dict(params),
         "seeds": list(seeds),
@@ -106,7 +108,12 @@ def write(measured: Mapping[str, Any], folder: Path) -> tuple[Path, ...]:
 def table(measured: Mapping[str, Any]) -> str:
     """The means over the seeds, in Markdown: each tier beside the reference, and below it beside itself."""
     machine = measured["machine"]
-    lines = [f"{measured['what']}; {machine.get('gpu') or machine['cpu']}, profile {measured['profile']}", ""]
+    forwards, seeds = measured["params"]["num_inference_steps"], len(measured["seeds"])
+    lines = [
+        f"{measured['what']}; {machine.get('gpu') or machine['cpu']}, profile {measured['profile']}, "
+        f"{measured['model']}, {forwards} forwards; means of {seeds} seeds",
+        "",
+    ]
     lines += [f"LPIPS {measured['LPIPS']}.", ""]
     lines += [f"| tier | {' | '.join(MEASURES)} |", f"| --- |{' ---: |' * len(MEASURES)}"]
     for name, tier in measured["tiers"].items():

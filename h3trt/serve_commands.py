@@ -89,6 +89,9 @@ def generate(
     first: Annotated[str | None, typer.Option(help="Image that is the first frame: a file or a URL.")] = None,
     last: Annotated[str | None, typer.Option(help="Image that is the last frame: a file or a URL.")] = None,
     ref: Annotated[list[str] | None, typer.Option(help=REF_HELP)] = None,
+    quality: Annotated[
+        str | None, typer.Option(help="Tier, such as lossless, skip or sage; which there are is the profile's choice.")
+    ] = None,
     outputs: Annotated[int | None, typer.Option(help="Clips to make, 1 to 10; the i-th has seed + i.")] = None,
     params: Annotated[str, typer.Option(help="Further fields of the request, as a JSON object.")] = "{}",
     out: Annotated[
@@ -109,6 +112,7 @@ def generate(
         "height": height,
         "seed": seed,
         "num_inference_steps": forwards,
+        "quality": quality,
         "num_outputs_per_prompt": outputs,
     }
     media = attach(first, last, ref or [])
