@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from engines.profile import Profile
 
 
+DEFAULT_PROFILE = "h200_inductor"
+"""The profile whose results have its subject's name alone."""
+
+
 class Subject(StrEnum):
     """What can be measured."""
 
@@ -25,6 +29,7 @@ class Subject(StrEnum):
     DENOISER = "denoiser"
     VAE = "vae"
     END_TO_END = "end-to-end"
+    PACKAGES = "packages"
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     subject: Annotated[Subject, typer.Argument(help="What to measure.")],
-    profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = "h200_inductor",
+    profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = DEFAULT_PROFILE,
     rows: Annotated[int, typer.Option(min=1, help="Rows of attention, gemm, rows and block.")] = 58_880,
     forwards: Annotated[int, typer.Option(min=2, help="Forwards of denoiser and end-to-end.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder of the JSON, the table and the plot.")] = Path("bench/results"),
@@ -44,7 +49,8 @@ def bench(
 
     attention: kernels, their errors, and what skipping saves. gemm: the block's products. rows: the work between them.
     block: one transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles
-    of a clip and its MP4. end-to-end: a request, by stages.
+    of a clip and its MP4. end-to-end: a request, by stages. packages: no measurement, but all that the others compile,
+    side by side.
     """
     import torch
 
@@ -59,14 +65,15 @@ def bench(
         raise CommandError("torch finds no GPU to measure on; run: h3trt doctor")
     work.mkdir(parents=True, exist_ok=True)
     measured = _measure(subject, loaded, work.absolute(), rows, forwards)()
-    for file in report.write(measured, out, subject.replace("-", "_")):
+    name = subject.replace("-", "_") if profile == DEFAULT_PROFILE else f"{subject.replace('-', '_')}.{profile}"
+    for file in report.write(measured, out, name):
         console.line(f"{file}")
     console.line(report.table(measured))
 
 
 def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards: int) -> Callable[[], dict[str, Any]]:
     """What is to be measured, ready to be called."""
-    from bench import attention, block, denoiser, end_to_end, gemm, vae
+    from bench import attention, block, denoiser, end_to_end, gemm, packages, vae
     from bench import rows as row_work
     from engines.plan import released_outline
 
@@ -78,5 +85,6 @@ def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards
         Subject.BLOCK: lambda: block.measure(work, rows),
         Subject.DENOISER: lambda: denoiser.measure(work, profile, forwards),
         Subject.VAE: lambda: vae.measure(work, profile),
+        Subject.PACKAGES: lambda: packages.measure(work, profile),
         Subject.END_TO_END: lambda: end_to_end.measure(work, profile, forwards=forwards),
     }[subject]

@@ -71,10 +71,14 @@ class PackedUnits:
             target[start : start + nbytes] = data
 
 
+def aligned_offsets(sizes: Iterable[int]) -> list[int]:
+    """Where each of some weights begins in one piece of memory, and where that ends, in bytes."""
+    return list(itertools.accumulate(map(_aligned, sizes), initial=0))
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _offsets(sizes: Sequence[int], names: Iterable[WeightName]) -> dict[WeightName, int]:
-    starts = itertools.accumulate(map(_aligned, sizes), initial=0)
-    return dict(zip(names, starts, strict=False))
+    return dict(zip(names, aligned_offsets(sizes), strict=False))
