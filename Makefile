@@ -25,7 +25,7 @@ export H3_SUBJECT := $(value SUBJECT)
 H3TRT := $(VENV)/bin/h3trt
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor peers lint types clean
+.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor peers browser lint types clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -45,10 +45,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: setup ## miniature checkpoint, engines, Triton, one request: out/demo.mp4
 	$(H3TRT) demo
 
+# A process for each processor, and so a thread for each process: more would wait for one another.
 test: setup ## the whole test suite
-	$(VENV)/bin/python -m pytest -m 'not soak' -n auto --maxprocesses 4 --dist loadfile \
-	  --ignore=tests/serving --ignore=tests/pipeline
-	$(VENV)/bin/python -m pytest -m 'not soak' tests/serving tests/pipeline
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m 'not soak' -n auto --maxprocesses 4 \
+	  --dist loadfile --no-loadscope-reorder
 
 soak: setup ## the tests that take longer than the test suite may
 	$(VENV)/bin/python -m pytest -m soak
@@ -87,12 +87,17 @@ PEERS := vllm-omni==0.30.0 torchvision==0.28.0
 peers: setup ## what some tests compare with and nothing here needs; without it they are skipped
 	$(VENV)/bin/python -m pip download --progress-bar off --no-deps -d build/peers $(PEERS)
 
+browser: ## Chromium, for the test of the web page; without it that test is skipped
+	@command -v chromium || command -v google-chrome || \
+	  { apt-get update && apt-get install -y --no-install-recommends chromium; } || \
+	  { echo "no Chromium here, and no way to install it: as root, apt-get install chromium" >&2; exit 2; }
+
 lint: setup ## style
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 types: setup ## static types
-	$(VENV)/bin/mypy plugins export engines runtime triton_repo h3trt
+	$(VENV)/bin/mypy plugins export engines runtime triton_repo gateway h3trt
 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) build out

@@ -10,16 +10,25 @@ import torch
 
 from bench import host, peer
 from bench.measuring import in_turns, kernels
-from bench.synthetic import DEVICE, PARTITION, RandomWeights, draw_input, open_engines, synthetic_store
+from bench.synthetic import (
+    DEVICE,
+    PARTITION,
+    RandomWeights,
+    Wanted,
+    compile_packages,
+    draw_input,
+    open_engines,
+    synthetic_store,
+)
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
-from engines.store import EngineStore
 from export.binding import bind
 from export.checkpoint import Checkpoint
 from export.graphs.block import TABLE_ROWS
 from export.graphs.block import graphs as block_graphs
 from export.trace import BoundModule
 from plugins.dimensions import DenoiserDimensions
+from plugins.kernels import flash_attention_3
 
 SIDES: dict[str, tuple[str, Literal["dense", "sage"]]] = {
     "bfloat16": ("h200_inductor", "dense"),
@@ -28,6 +37,8 @@ SIDES: dict[str, tuple[str, Literal["dense", "sage"]]] = {
     "SAGE, fp8 linears": ("h200_inductor_fp8", "sage"),
 }
 """Shipped profiles, and the attention that takes the place of theirs."""
+
+GRAPHS = ("block",)
 
 PEER = "diffusers, torch.compile, cuDNN"
 
@@ -40,7 +51,8 @@ CHECKED_ROWS = 2048
 
 def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict[str, Any]:
     """Milliseconds of a block on each side, the kernels behind them, and the largest sequence."""
-    engines = {name: open_engines(block_store(folder, *side)) for name, side in SIDES.items()}
+    compile_packages(folder, wanted())
+    engines = {name: open_block(folder, *side) for name, side in SIDES.items()}
     dimensions = engines["bfloat16"].manifest.dimensions.denoiser
     ours = {name: caller(each, rows) for name, each in engines.items()}
     theirs = {
@@ -62,8 +74,9 @@ def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict
             for name, t in timings.items()
         },
         "kernels": seen,
+        "FlashAttention-3": flash_attention_3.available(),
+        "error": {name: errors(folder, engines[name]) for name in ("bfloat16", "SAGE")},
     }
-    result["error"] = errors(folder, engines["bfloat16"])
     del theirs, ours, sides
     torch.cuda.empty_cache()
     long = in_turns({name: caller(each, largest) for name, each in engines.items()})
@@ -74,7 +87,7 @@ def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict
 def errors(folder: Path, engines: EngineSet, rows: int = CHECKED_ROWS) -> dict[str, float]:
     """Length of the difference to float32 over its length: of the compiled block, and of torch's eager one."""
     checkpoint = Checkpoint.open(folder / "checkpoint")
-    inputs, weights = block_inputs(engines, rows), RandomWeights(engines.manifest)
+    inputs, weights = block_inputs(engines, rows), RandomWeights(engines.manifest, GRAPHS)
     with weights.tensors("block", 0, PARTITION) as drawn:
         stored = tuple(drawn[spec.name] for spec in engines.manifest.graphs["block"].weights)
     found = engines.run("block", inputs, 0, PARTITION)["hidden_out"]
@@ -98,11 +111,20 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-def block_store(folder: Path, profile: str, blocks: Literal["dense", "sage"]) -> EngineStore:
-    """A store of the block alone, with an attention of its own choice."""
-    loaded = Profile.load(profile)
-    attention = loaded.attention.model_copy(update={"blocks": blocks})
-    return synthetic_store(loaded.model_copy(update={"attention": attention}), folder, ("block",))
+def wanted() -> tuple[Wanted, ...]:
+    """The packages that the bench measures."""
+    return tuple(Wanted(side_profile(*side), GRAPHS) for side in SIDES.values())
+
+
+def open_block(folder: Path, name: str, blocks: Literal["dense", "sage"]) -> EngineSet:
+    """The block of one side, with random weights."""
+    return open_engines(synthetic_store(Wanted(side_profile(name, blocks), GRAPHS), folder), GRAPHS)
+
+
+def side_profile(name: str, blocks: Literal["dense", "sage"]) -> Profile:
+    """A shipped profile with an attention of its own choice."""
+    loaded = Profile.load(name)
+    return loaded.model_copy(update={"attention": loaded.attention.model_copy(update={"blocks": blocks})})
 
 
 def operations(dimensions: DenoiserDimensions, rows: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 
 from bench import host
 from bench.measuring import Timing, in_turns, kernels
-from bench.synthetic import DEVICE, PARTITION, open_engines, synthetic_store
+from bench.synthetic import DEVICE, PARTITION, Wanted, open_engines, synthetic_store
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
@@ -21,6 +21,7 @@ from runtime.mux import MediaOptions, Mp4Writer
 
 SECONDS = 10
 ASPECT_RATIO = "16:9"
+GRAPHS = ("video_decoder_tile",)
 
 MEDIA = MediaOptions(crf=18, preset="veryfast", audio_bitrate=192_000)
 """What a request gets that asks for nothing else."""
@@ -28,8 +29,8 @@ MEDIA = MediaOptions(crf=18, preset="veryfast", audio_bitrate=192_000)
 
 def measure(folder: Path, profile: Profile, rounds: int = 1) -> dict[str, Any]:
     """Milliseconds of a tile, of all tiles of a clip with stitching and conversion, and of the MP4 from them."""
-    store = synthetic_store(profile, folder, ("video_decoder_tile",))
-    engines = open_engines(store)
+    store = synthetic_store(Wanted(profile, GRAPHS), folder)
+    engines = open_engines(store, GRAPHS)
     dimensions = store.manifest.dimensions
     shape = Shape.of(*canvas(ASPECT_RATIO), grid_frames(requested_frames(SECONDS), dimensions.video_vae), dimensions)
     latents = _latents(shape, dimensions.video_vae.latent_channels)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from engines.profile import Profile
 
 
+DEFAULT_PROFILE = "h200_inductor"
+"""The profile whose results have its subject's name alone."""
+
+
 class Subject(StrEnum):
     """What can be measured."""
 
@@ -26,6 +30,7 @@ class Subject(StrEnum):
     VAE = "vae"
     END_TO_END = "end-to-end"
     QUALITY = "quality"
+    PACKAGES = "packages"
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     subject: Annotated[Subject, typer.Argument(help="What to measure.")],
-    profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = "h200_inductor",
+    profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = DEFAULT_PROFILE,
     rows: Annotated[int, typer.Option(min=1, help="Rows of attention, gemm, rows and block.")] = 58_880,
     forwards: Annotated[int, typer.Option(min=2, help="Forwards of denoiser, end-to-end and quality.")] = 4,
     store: Annotated[
@@ -52,7 +57,7 @@ def bench(
     attention: kernels, their errors, and what skipping saves. gemm: the block's products. rows: the work between them.
     block: one transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles
     of a clip and its MP4. end-to-end: a request, by stages. quality: clips of every tier of a profile, or of a store on
-    any machine, beside lossless ones.
+    any machine, beside lossless ones. packages: no measurement, but all that the others compile, side by side.
     """
     if subject is Subject.QUALITY:
         clips = {"aspect_ratio": "16:9", "duration": duration, "num_inference_steps": forwards}
@@ -63,7 +68,8 @@ def bench(
     # What is measured is the first tier; engines of others would only take time to compile.
     loaded = _on_this_gpu(profile).model_copy(update={"quality": {}})
     measured = _measure(subject, loaded, _made(work), rows, forwards)()
-    for file in report.write(measured, out, subject.replace("-", "_")):
+    name = subject.replace("-", "_") if profile == DEFAULT_PROFILE else f"{subject.replace('-', '_')}.{profile}"
+    for file in report.write(measured, out, name):
         console.line(f"{file}")
     console.line(report.table(measured))
 
@@ -100,7 +106,7 @@ def _quality(store: Path | None, profile: str, work: Path, params: Mapping[str, 
 
 def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards: int) -> Callable[[], dict[str, Any]]:
     """What is to be measured, ready to be called."""
-    from bench import attention, block, denoiser, end_to_end, gemm, vae
+    from bench import attention, block, denoiser, end_to_end, gemm, packages, vae
     from bench import rows as row_work
     from engines.plan import released_outline
 
@@ -112,5 +118,6 @@ def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards
         Subject.BLOCK: lambda: block.measure(work, rows),
         Subject.DENOISER: lambda: denoiser.measure(work, profile, forwards),
         Subject.VAE: lambda: vae.measure(work, profile),
+        Subject.PACKAGES: lambda: packages.measure(work, profile),
         Subject.END_TO_END: lambda: end_to_end.measure(work, profile, forwards=forwards),
     }[subject]

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from h3trt import bench_commands, build_commands, console, plan_commands, serve_commands
+from h3trt import bench_commands, build_commands, console, gateway_commands, plan_commands, serve_commands
 from h3trt.exits import MEANINGS, exit_code, message
 
 
@@ -50,6 +50,7 @@ plan_commands.register(app)
 bench_commands.register(app)
 build_commands.register(app)
 serve_commands.register(app)
+gateway_commands.register(app)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from h3trt.exits import CommandError
 
 CHECKPOINT = Path("build/checkpoint")
 OUTPUT = Path("out")
+GATEWAY = OUTPUT / "gateway"
 
 
 def engine_store(profile: str) -> Path:

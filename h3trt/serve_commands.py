@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +19,12 @@ from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 from h3trt.media_options import REF_HELP, attach
-from triton_repo.names import DEFAULT_CONDITION_CACHE
+from triton_repo.names import DEFAULT_CONDITION_CACHE, HIGH, NORMAL
 
 if TYPE_CHECKING:
     from triton_repo.client import Files, Generated
     from triton_repo.repository import RepositorySettings
-    from triton_repo.server import TritonServer
+    from triton_repo.watchdog import RestartPolicy, Watchdog
 
 DEFAULT_CACHE = f"{DEFAULT_CONDITION_CACHE >> 20} MiB"
 
@@ -47,7 +48,12 @@ def serve(
     grpc_port: PortOption = 8001,
     http_port: PortOption = 8000,
     metrics_port: PortOption = 8002,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for a model; more are refused.")] = 8,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Requests of each priority that may wait for a model; more are refused.")
+    ] = 8,
+    queue_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a request that still waits is refused.")
+    ] = 86_400,
     media_host: Annotated[
         list[str] | None,
         typer.Option(help="Host that requests may name URLs of, or *.HOST for all below it; repeat it. Default: none."),
@@ -59,19 +65,29 @@ def serve(
         str, typer.Option(help="Memory for encoded prompts and references, for each of two processes; or off.")
     ] = DEFAULT_CACHE,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Times in a row that a server is started again that died or hangs.")
+    ] = 5,
+    hang_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds without an answer or a unit of progress that count as hung; 0: never.")
+    ] = 900,
 ) -> None:
     """Serve an engine store with Triton on loopback until Ctrl-C or SIGTERM.
 
-    Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once.
+    Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once. A server that dies,
+    loses a model's process or hangs is started again under the same ports; exit code 5 when that does not help.
     """
+    from triton_repo.watchdog import RestartPolicy
+
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    settings = _settings(queue, media_host or [], media_root, condition_cache)
-    with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports) as server:
+    settings = _settings(queue, media_host or [], media_root, condition_cache, queue_timeout)
+    policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
+    with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports, policy) as server:
         console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
         console.line(f"HTTP    http://{server.endpoints.http}")
         console.line(f"metrics http://{server.endpoints.metrics}/metrics")
         try:
-            server.wait()
+            server.run()
         except KeyboardInterrupt:
             console.heading("stopping: new requests are refused, running ones may finish (Ctrl-C ends them at once)")
             if not server.drain(drain_timeout):
@@ -92,6 +108,10 @@ def generate(
     quality: Annotated[
         str | None, typer.Option(help="Tier, such as lossless, skip or sage; which there are is the profile's choice.")
     ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds until the clip must be there; refused at once if it cannot be.")
+    ] = None,
+    urgent: Annotated[bool, typer.Option("--urgent", help="Leave the queue before requests that are not.")] = False,
     outputs: Annotated[int | None, typer.Option(help="Clips to make, 1 to 10; the i-th has seed + i.")] = None,
     params: Annotated[str, typer.Option(help="Further fields of the request, as a JSON object.")] = "{}",
     out: Annotated[
@@ -114,10 +134,11 @@ def generate(
         "num_inference_steps": forwards,
         "quality": quality,
         "num_outputs_per_prompt": outputs,
+        "deadline": deadline,
     }
     media = attach(first, last, ref or [])
     request = _object(params) | media.params | {name: value for name, value in given.items() if value is not None}
-    source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout)
+    source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout, urgent)
     if dry_run:
         console.line(json.dumps(source.resolve(prompt, request, media.files), indent=2, ensure_ascii=False))
         return
@@ -174,8 +195,9 @@ def doctor(profile: ProfileOption = "cpu", store: StoreOption = None) -> None:
 class _Remote:
     """Clips from a server."""
 
-    def __init__(self, url: str, timeout: float | None) -> None:
+    def __init__(self, url: str, timeout: float | None, urgent: bool = False) -> None:
         self._url, self._timeout = url, timeout
+        self._priority = HIGH if urgent else NORMAL
 
     def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
         from triton_repo.client import Client
@@ -187,7 +209,7 @@ class _Remote:
         from triton_repo.client import Client
 
         with Client(self._url) as client:
-            return client.generate(prompt, params, progress, self._timeout, files)
+            return client.generate(prompt, params, progress, self._timeout, files, self._priority)
 
 
 class _Local:
@@ -211,33 +233,48 @@ class _Local:
 
 
 @contextmanager
-def _server(folder: Path, store: Path, chosen: RepositorySettings, ports: Mapping[str, int]) -> Iterator[TritonServer]:
+def _server(
+    folder: Path,
+    store: Path,
+    chosen: RepositorySettings,
+    ports: Mapping[str, int],
+    policy: RestartPolicy | None = None,
+) -> Iterator[Watchdog]:
     """A ready server of the store, its repository rendered anew in `folder`. Raises StoreError and ServerError."""
     from triton_repo.names import PUBLIC_MODELS
     from triton_repo.repository import render
-    from triton_repo.server import ServerSettings, TritonServer
+    from triton_repo.server import ServerSettings
+    from triton_repo.serving_state import ServingState
+    from triton_repo.watchdog import Watchdog
     from triton_repo.workplace import held
 
+    state = ServingState(folder / "state")
     with ExitStack() as running:
         running.enter_context(held(folder))
-        models = render(store, folder / "repository", chosen)
+        models = render(store, folder / "repository", replace(chosen, state=state.folder))
         settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
         started = time.monotonic()
         with console.steps() as progress:
             numbers = itertools.count(1)
-            server = running.enter_context(
-                TritonServer(settings, lambda name: progress(Moment(next(numbers), len(models), name, "ready")))
-            )
+
+            def loaded(name: str) -> None:
+                progress(Moment(next(numbers), len(models), name, "ready"))
+
+            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading))
         console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
         yield server
 
 
 def _settings(
-    queue: int, media_hosts: Sequence[str] = (), media_root: Path | None = None, condition_cache: str = DEFAULT_CACHE
+    queue: int,
+    media_hosts: Sequence[str] = (),
+    media_root: Path | None = None,
+    condition_cache: str = DEFAULT_CACHE,
+    queue_timeout: float = 86_400.0,
 ) -> RepositorySettings:
     from triton_repo.repository import RepositorySettings
 
-    return RepositorySettings(queue, tuple(media_hosts), media_root, _cache_bytes(condition_cache))
+    return RepositorySettings(queue, queue_timeout, tuple(media_hosts), media_root, _cache_bytes(condition_cache))
 
 
 def _cache_bytes(text: str) -> int:

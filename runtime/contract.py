@@ -339,6 +339,18 @@ _MEDIA = (
     ),
 )
 
+DEADLINE = Number(0.1, 86_400, "seconds")
+
+_OPERATION = (
+    Field(
+        "deadline",
+        DEADLINE,
+        "seconds from arrival until the clip must be there; a request that cannot meet it is refused at once, or when "
+        "its turn comes too late; one that has begun is finished",
+        default_text="none",
+    ),
+)
+
 _NO_EFFECT = (
     _no_effect("negative_prompt", Text(0, PROMPT_CHARACTERS), _DISTILLED),
     _no_effect("guidance_scale", Number(0, 20), _DISTILLED),
@@ -394,7 +406,7 @@ _FEATURES = (
     _feature("video_codec_options", "free encoder options; crf, preset and audio_bitrate are offered"),
 )
 
-FIELDS: tuple[Field, ...] = (*_SHAPE, *_REFERENCES, *_SAMPLING, *_MEDIA, *_SERVER, *_NO_EFFECT, *_FEATURES)
+FIELDS: tuple[Field, ...] = (*_SHAPE, *_REFERENCES, *_SAMPLING, *_MEDIA, *_OPERATION, *_SERVER, *_NO_EFFECT, *_FEATURES)
 """Every key of the parameters object, in the order of docs/requests.md."""
 
 FIELD: Mapping[str, Field] = {field.name: field for field in FIELDS}

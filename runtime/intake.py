@@ -31,11 +31,15 @@ Files = Mapping[Kind, Sequence[bytes]]
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """A request that was taken in. `media`: the files of `resolved.references`, in their order."""
+    """A request that was taken in.
+
+    media: the files of `resolved.references`, in their order. memory_bytes: at the height of the request.
+    """
 
     resolved: Resolved
     presented: Presentation
     media: tuple[bytes, ...] = field(repr=False)
+    memory_bytes: int
 
 
 class Intake:
@@ -44,6 +48,8 @@ class Intake:
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, policy: MediaPolicy | None = None) -> None:
         self._dimensions = manifest.dimensions
         self._limits = Limits(tasks=tasks_of(manifest.bindings), tiers=manifest.profile.tiers)
+        self.manifest = manifest
+        """What the store was built from and for."""
         self._memory = MemoryModel.of(manifest)
         self._tokenizer = tokenizer
         self._policy = policy or MediaPolicy()
@@ -64,8 +70,7 @@ class Intake:
         check_together([one.facts for one in known], [one.where for one in known])
         resolved = resolve(prompt, params, self._dimensions, self._limits, known)
         presented = self.present(resolved)
-        self.admit(resolved, len(presented.token_ids))
-        return Taken(resolved, presented, media)
+        return Taken(resolved, presented, media, self.admit(resolved, len(presented.token_ids)))
 
     def resolve(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Resolved:
         """The request with every choice made, admitted to this machine's memory. Raises RequestError."""
@@ -87,12 +92,14 @@ class Intake:
             if not np.array_equal(given, expected):
                 raise RequestError(name, f"{given.size} values", "must be those of the resolved request")
         self.check_media(resolved, media)
-        self.admit(resolved, len(presented.token_ids))
-        return Taken(resolved, presented, tuple(media))
+        return Taken(resolved, presented, tuple(media), self.admit(resolved, len(presented.token_ids)))
 
-    def admit(self, resolved: Resolved, text_rows: int) -> None:
-        """Checks a resolved request that came over the wire, with that many text rows. Raises RequestError."""
-        self._memory.admit(resolved, text_rows)
+    def admit(self, resolved: Resolved, text_rows: int) -> int:
+        """Checks a resolved request that came over the wire, with that many text rows. Raises RequestError.
+
+        Returns the bytes at the height of the request.
+        """
+        return self._memory.admit(resolved, text_rows).peak
 
     def present(self, resolved: Resolved) -> Presentation:
         """What the text encoder reads of a request. Raises RequestError."""

@@ -44,6 +44,7 @@ from runtime.contract import (
     SIGMA_POINTS,
     Given,
 )
+from runtime.estimate import Estimate
 from runtime.geometry import KeyframeGeometry
 from runtime.given import GivenFields
 from runtime.kinds import Integer, is_unicode
@@ -128,7 +129,9 @@ class Resolved(BaseModel):
     outputs: int
     seed_convention: Literal["diffusers", "vllm-omni"]
     media: Media
+    deadline: float | None = Field(description="seconds from arrival")
     notes: tuple[str, ...] = Field(description="what was raised, floored, overridden or has no effect")
+    estimate: Estimate | None = Field(default=None, description="what a server says that the request will take")
 
     def parameters(self) -> dict[str, Any]:
         """Parameters that resolve to this request again (the notes apart), with nothing left to a default."""
@@ -150,6 +153,7 @@ class Resolved(BaseModel):
             "video_reference_short_edge": self.video_reference_short_edge,
             "keyframe_geometry": self.keyframe_geometry,
             "media": self.media.model_dump(),
+            **({} if self.deadline is None else {"deadline": self.deadline}),
             **self._ends(),
         }
 
@@ -238,6 +242,7 @@ def resolve(
         outputs=outputs,
         seed_convention=fields.value("seed_convention"),
         media=Media(**{name: fields.value(name) for name in Media.model_fields}),
+        deadline=fields.value("deadline"),
         notes=tuple(fields.notes),
         **dataclasses.asdict(shape),
     )
@@ -258,7 +263,7 @@ def restore(raw: bytes | str, dimensions: Dimensions, limits: Limits | None = No
         raise RequestError(f"resolved.{error.field}", error.value, error.rule, error.nearest) from None
     for name in Resolved.model_fields:
         given, expected = getattr(resolved, name), getattr(again, name)
-        if given != expected and name != "notes":
+        if given != expected and name not in ("notes", "estimate"):
             raise RequestError(f"resolved.{name}", given, "must agree with the rest of the request", expected)
     return resolved
 

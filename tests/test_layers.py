@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("plugins", "export", "engines", "runtime", "triton_repo", "h3trt")
+PACKAGES = ("plugins", "export", "engines", "runtime", "triton_repo", "gateway", "h3trt")
 
 OPENING = (
     "engines.backend",
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "engines": ("plugins", "export"),
     "runtime": ("plugins", *OPENING),
     "triton_repo": ("plugins", "runtime", *OPENING),
+    "gateway": ("runtime", "triton_repo"),
 }
 """What each layer may import besides itself; `h3trt`, the command line, may import all."""
 
@@ -63,7 +64,7 @@ def within(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def is_serving(module: str) -> bool:
-    return within(module, ("runtime", "triton_repo", *OPENING))
+    return within(module, ("runtime", "triton_repo", "gateway", *OPENING))
 
 
 SERVING = [module for package in PACKAGES for module in modules(package) if is_serving(module)]
@@ -106,3 +107,14 @@ def test_importing_everything_a_server_runs_loads_nothing_of_a_build_host() -> N
     program = f"import importlib, sys\nfor m in {importable}: importlib.import_module(m)\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {name.partition(".")[0] for name in done.stdout.split()} & set(BUILD_TIME) == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["gateway.app", "triton_repo.adapter", "triton_repo.client", "triton_repo.models.prepare"]
+)
+def test_what_runs_no_engine_imports_no_torch(module: str) -> None:
+    """It would take seconds of each start and a quarter of a gigabyte of each process."""
+    script = "import sys, types; sys.modules['triton_python_backend_utils'] = types.ModuleType('stub'); "
+    script += f"import {module}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr

@@ -40,6 +40,8 @@ class Child:
 
     def exited(self) -> bool:
         """Whether the program has ended; it is left unreaped, so that its group id stays taken."""
+        if self._process.returncode is not None:
+            return True
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def children(self) -> list[psutil.Process]:
@@ -48,6 +50,9 @@ class Child:
 
     def stop(self, patience: float) -> None:
         """SIGTERM, then SIGKILL after `patience` seconds or at the next signal, to the program and all its children."""
+        # Once it is reaped its id, and its group's, may be another's.
+        if self._process.returncode is not None:
+            return
         with _signals_deferred() as deferred:
             if not self.exited():
                 self._process.terminate()

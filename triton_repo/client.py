@@ -4,54 +4,37 @@ from __future__ import annotations
 
 import json
 import queue
-import re
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
 from tritonclient.utils import InferenceServerException
 
-from runtime.kinds import is_unicode
-from runtime.media.facts import Kind
-from runtime.reference_kinds import INPUTS
-from runtime.refusal import RequestError
-from runtime.request import check_total, parse_prompt
-from triton_repo.names import ENSEMBLE, PREPARE, STREAM
+from triton_repo.messages import (
+    ClientError,
+    Failure,
+    Files,
+    call_options,
+    client_error,
+    is_final,
+    optional_bytes,
+    request_inputs,
+    required_text,
+    told,
+)
+from triton_repo.names import ENSEMBLE, NORMAL, PREPARE, STREAM
+
+__all__ = ["Client", "ClientError", "Failure", "Files", "Generated", "Progress"]
 
 Progress = Callable[[Mapping[str, Any]], None]
 """Receives each progress event of a request as the server sent it."""
 
-Files = Mapping[Kind, Sequence[bytes]]
-"""The files of a request, each whole, by kind; a kind that has none may be left out."""
-
 POLL_SECONDS = 0.1
-
-REFUSAL = re.compile(r"\S+: (got .*|missing); ", re.DOTALL)
-"""How the text of a RequestError begins, which is all that tells one on a stream."""
-
-
-class Failure(Enum):
-    """Why a request did not end with an MP4; the values are gRPC's names."""
-
-    INVALID = "INVALID_ARGUMENT"
-    CANCELLED = "CANCELLED"
-    TIMEOUT = "DEADLINE_EXCEEDED"
-    UNAVAILABLE = "UNAVAILABLE"
-    INTERNAL = "INTERNAL"
-
-
-class ClientError(Exception):
-    """A request failed. `failure` says how, the text is the server's own."""
-
-    def __init__(self, failure: Failure, message: str) -> None:
-        super().__init__(message)
-        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -83,15 +66,23 @@ class Client:
         self._client.close()
 
     def resolve(
-        self, prompt: str, params: Mapping[str, Any], timeout: float | None = None, files: Files | None = None
+        self,
+        prompt: str,
+        params: Mapping[str, Any],
+        timeout: float | None = None,
+        files: Files | None = None,
+        request_id: str = "",
     ) -> Mapping[str, Any]:
-        """The request with every default and derived size filled in; nothing is generated. Raises ClientError."""
+        """The request with every default and derived size filled in, and what the server expects it to take.
+
+        Nothing is generated. `request_id`: the name of the request in the server's log. Raises ClientError.
+        """
         outputs = [InferRequestedOutput("RESOLVED")]
-        with _told():
-            inputs = _inputs(prompt, params, files)
+        with told():
+            inputs = request_inputs(prompt, params, files)
             # Not MEDIA: the files would come back.
-            result = self._client.infer(PREPARE, inputs, outputs=outputs, client_timeout=timeout)
-        return json.loads(_text(result, "RESOLVED"))
+            result = self._client.infer(PREPARE, inputs, outputs=outputs, client_timeout=timeout, request_id=request_id)
+        return json.loads(required_text(result, "RESOLVED"))
 
     def generate_unary(
         self, prompt: str, params: Mapping[str, Any], timeout: float | None = None, files: Files | None = None
@@ -100,9 +91,10 @@ class Client:
 
         `timeout` is in seconds. Raises ClientError.
         """
-        with _told():
-            result = self._client.infer(ENSEMBLE, _inputs(prompt, params, files), client_timeout=timeout)
-        resolved = json.loads(_text(result, "RESOLVED"))
+        inputs, request_id = request_inputs(prompt, params, files), _new_id()
+        with told():
+            result = self._client.infer(ENSEMBLE, inputs, client_timeout=timeout, request_id=request_id)
+        resolved = json.loads(required_text(result, "RESOLVED"))
         mp4s = result.as_numpy("MP4")
         return Generated(_complete({} if mp4s is None else dict(enumerate(mp4s)), resolved), resolved)
 
@@ -113,6 +105,7 @@ class Client:
         progress: Progress = lambda event: None,
         timeout: float | None = None,
         files: Files | None = None,
+        priority: int = NORMAL,
     ) -> Generated:
         """A call to resolve the request, then one to `h3_stream`; `progress` is called in this thread.
 
@@ -121,24 +114,26 @@ class Client:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         # Errors of a stream have no codes, and one to nowhere would only say that it is broken: this call says why.
-        resolved = self.resolve(prompt, params, timeout, files)
+        request_id = _new_id()
+        resolved = self.resolve(prompt, params, timeout, files, request_id)
+        options = call_options(resolved, request_id, priority)
         mp4s: dict[int, bytes] = {}
-        with self._stream(_inputs(prompt, params, files)) as messages:
+        with self._stream(request_inputs(prompt, params, files), options) as messages:
             for result in messages.until_final(deadline):
-                if (text := _optional(result, "EVENT")) is not None:
+                if (text := optional_bytes(result, "EVENT")) is not None:
                     progress(json.loads(text))
-                if (mp4 := _optional(result, "MP4")) is not None:
+                if (mp4 := optional_bytes(result, "MP4")) is not None:
                     mp4s[int(result.as_numpy("INDEX")[0])] = mp4
         return Generated(_complete(mp4s, resolved), resolved)
 
     @contextmanager
-    def _stream(self, inputs: list[InferInput]) -> Iterator[_Messages]:
+    def _stream(self, inputs: list[InferInput], options: Mapping[str, Any]) -> Iterator[_Messages]:
         messages = _Messages()
         # The header triton_grpc_error would give errors their codes, but Triton 2.51 may die of such an error.
         self._client.start_stream(messages.put)
         try:
-            with _told():
-                self._client.async_stream_infer(STREAM, inputs, enable_empty_final_response=True)
+            with told():
+                self._client.async_stream_infer(STREAM, inputs, enable_empty_final_response=True, **options)
             yield messages
         finally:
             # Triton 2.51 may die of a cancellation that meets a request as it ends (its issue 7368, mended in 2.53).
@@ -162,9 +157,9 @@ class _Messages:
             result, error = self._next(deadline)
             if error is not None:
                 self.ended = True
-                raise _client_error(error)
+                raise client_error(error)
             assert result is not None
-            self.ended = result.get_response().parameters["triton_final_response"].bool_param
+            self.ended = is_final(result)
             yield result
 
     def _next(self, deadline: float | None) -> tuple[InferResult | None, InferenceServerException | None]:
@@ -177,90 +172,13 @@ class _Messages:
         raise ClientError(Failure.TIMEOUT, "the request took longer than its timeout and was cancelled")
 
 
+def _new_id() -> str:
+    """A name for a request that no other has."""
+    return secrets.token_hex(8)
+
+
 def _complete(mp4s: Mapping[int, bytes], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:
     """The MP4 of every output, in order."""
     if sorted(mp4s) != list(range(resolved["outputs"])):
         raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
     return tuple(mp4s[index] for index in sorted(mp4s))
-
-
-def _inputs(prompt: str, params: Mapping[str, Any], files: Files | None) -> list[InferInput]:
-    if not is_unicode(prompt):
-        raise _unsendable(prompt)
-    sent = [(INPUTS[kind], elements) for kind, elements in (files or {}).items() if elements]
-    _check_size([element for _, elements in sent for element in elements])
-    media = [_elements(name, elements) for name, elements in sent]
-    return [_elements("PROMPT", [prompt.encode()]), _elements("PARAMS", [json.dumps(params).encode()]), *media]
-
-
-def _check_size(files: Sequence[bytes]) -> None:
-    """Refuses what the server would refuse, before it is sent: gRPC takes no message of 2 GiB."""
-    try:
-        check_total([sum(map(len, files))], ["references"])
-    except RequestError as error:
-        raise ClientError(Failure.INVALID, str(error)) from None
-
-
-def _unsendable(prompt: str) -> ClientError:
-    """Why a text that has no UTF-8 is refused, in the words of the request's own check."""
-    try:
-        parse_prompt(prompt)
-    except RequestError as error:
-        return ClientError(Failure.INVALID, str(error))
-    raise AssertionError("the check lets a prompt pass that has no UTF-8")
-
-
-def _elements(name: str, values: Sequence[bytes]) -> InferInput:
-    tensor = InferInput(name, [len(values)], "BYTES")
-    elements = np.empty(len(values), dtype=np.object_)
-    elements[:] = values
-    tensor.set_data_from_numpy(elements)
-    return tensor
-
-
-def _optional(result: InferResult, name: str) -> bytes | None:
-    array = result.as_numpy(name)
-    return None if array is None or array.size == 0 else array[0]
-
-
-def _bytes(result: InferResult, name: str) -> bytes:
-    value = _optional(result, name)
-    if value is None:
-        raise ClientError(Failure.INTERNAL, f"the server's answer has no {name}")
-    return value
-
-
-def _text(result: InferResult, name: str) -> str:
-    return _bytes(result, name).decode()
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Turns tritonclient's errors into ours."""
-    try:
-        yield
-    except InferenceServerException as error:
-        raise _client_error(error) from error
-
-
-def _client_error(error: InferenceServerException) -> ClientError:
-    message = str(error.message())
-    if error.status() is not None:
-        code = str(error.status()).removeprefix("StatusCode.")
-        known = {failure.value: failure for failure in Failure} | {"NOT_FOUND": Failure.UNAVAILABLE}
-        failure = known.get(code, Failure.INTERNAL)
-    else:
-        failure = _uncoded_failure(message)
-    if failure is Failure.UNAVAILABLE and "connect" in message:
-        message = f"no server answers: {message}; start one with: h3trt serve"
-    return ClientError(failure, message)
-
-
-def _uncoded_failure(message: str) -> Failure:
-    """What comes over a stream has no code: tell it by its text."""
-    if "Exceeds maximum queue size" in message or "no available versions" in message or "timeout expired" in message:
-        return Failure.UNAVAILABLE
-    if message.startswith("cancelled"):
-        return Failure.CANCELLED
-    refused = "input" in message or REFUSAL.match(message)
-    return Failure.INVALID if refused else Failure.INTERNAL

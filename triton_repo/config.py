@@ -58,9 +58,15 @@ class InstanceGroup:
 
 @dataclass(frozen=True)
 class QueuePolicy:
-    """The waiting line of a model. A request beyond `max_queue_size` is refused at once with UNAVAILABLE."""
+    """The waiting lines of a model: one for each priority, what has HIGH leaving before what has NORMAL, the default.
+
+    A request beyond the `max_queue_size` of its line is refused at once with UNAVAILABLE; 0: none is. So is one that
+    has waited for `timeout` microseconds, or for its own timeout if that is shorter. With 0 it may wait for ever, and
+    Triton heeds no timeout of its own.
+    """
 
     max_queue_size: int
+    timeout: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from triton_repo.names import RUNNING_METRIC
+from triton_repo.metric_table import RUNNING, UNITS, WAITING
+from triton_repo.scrape import value
 
 # What only the owner may ask for: with these a client could load code of its own or map the server's memory.
 RESTRICTED = "model-repository,shared-memory,trace,logging"
+HTTP_RESTRICTED = f"{RESTRICTED},inference"
+"""Over HTTP, inference too: one body in a few 100,000 chunks ends a Triton 2.51 that begins to read it."""
 HEADER = "h3trt-admin"
 REQUEST_SECONDS = 10.0
 UNREACHABLE = (OSError, http.client.HTTPException)
 """What every call raises when the server does not answer."""
 
-WAITING_METRIC = "nv_inference_pending_request_count"
-"""Triton's gauge of the requests that wait for a model."""
+
+@dataclass(frozen=True)
+class Activity:
+    """What models are doing: requests that wait for them, requests that they work on, and progress made since start."""
+
+    waiting: int
+    running: int
+    units: int
 
 
 class Control:
@@ -42,22 +52,36 @@ class Control:
 
     def requests(self, model: str) -> int | None:
         """Requests that wait for the model or run in it; None for one that does not publish what runs in it."""
-        _, text = self._call(self._metrics_address, "GET", "/metrics")
-        waiting, running = (_gauge(text, name, model) for name in (WAITING_METRIC, RUNNING_METRIC))
-        return None if running is None else int(running + (waiting or 0))
+        text = self._metrics()
+        running = value(text, RUNNING.name, model=model)
+        return None if running is None else int(running + (value(text, WAITING, model=model) or 0))
+
+    def activity(self, models: Sequence[str], seconds: float = REQUEST_SECONDS) -> Activity:
+        """What these models are doing together. A server that hangs does not answer within `seconds`, which raises."""
+        text = self._metrics(seconds)
+        sums = [
+            sum(value(text, name, model=model) or 0.0 for model in models)
+            for name in (WAITING, RUNNING.name, UNITS.name)
+        ]
+        return Activity(*map(int, sums))
+
+    def _metrics(self, seconds: float = REQUEST_SECONDS) -> str:
+        return read_metrics(self._metrics_address, seconds)
 
     def _call(self, address: str, method: str, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
-        try:
-            body = "{}" if method == "POST" else None
-            connection.request(method, path, body, {HEADER: self._secret})
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
-        finally:
-            connection.close()
+        return _call(address, method, path, {HEADER: self._secret}, REQUEST_SECONDS)
 
 
-def _gauge(metrics: str, name: str, model: str) -> float | None:
-    """The value of one model's gauge in Prometheus text."""
-    match = re.search(rf'^{name}\{{[^}}]*model="{re.escape(model)}"[^}}]*\}} (\S+)$', metrics, re.MULTILINE)
-    return float(match[1]) if match else None
+def read_metrics(address: str, seconds: float = REQUEST_SECONDS) -> str:
+    """The Prometheus text of the server whose metrics are at `address`. Raises one of UNREACHABLE."""
+    return _call(address, "GET", "/metrics", {}, seconds)[1]
+
+
+def _call(address: str, method: str, path: str, headers: Mapping[str, str], seconds: float) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(address, timeout=seconds)
+    try:
+        connection.request(method, path, "{}" if method == "POST" else None, dict(headers))
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    finally:
+        connection.close()

@@ -20,12 +20,17 @@ CACHE_PARAMETER = "condition_cache"
 DEFAULT_CONDITION_CACHE = 256 << 20
 """Those bytes, unless the operator says otherwise."""
 
-CACHE_METRICS = {
-    "hits": "h3_condition_cache_hits_total",
-    "misses": "h3_condition_cache_misses_total",
-    "bytes": "h3_condition_cache_bytes",
-}
-"""What the cache of encoded prompts and references did, and the bytes that it holds."""
+STATE_PARAMETER = "state"
+"""The model parameter that holds the folder of what a server remembers from one start to the next; empty: none."""
 
-RUNNING_METRIC = "h3_running_requests"
-"""The gauge of the requests that a model works on; Triton itself only counts those that wait."""
+DEVICE_MODELS = (STREAM, ENCODE, DENOISE, DECODE)
+"""The models that run engines, one request at a time."""
+
+METRICS_VARIABLE = "H3TRT_METRICS_ADDRESS"
+"""The environment variable that tells models where their own server publishes its metrics, as host:port."""
+
+ARRIVAL = "arrival"
+"""The request parameter that says when a request came, as its estimate says it."""
+
+HIGH, NORMAL = 1, 2
+"""Priorities of requests, as Triton counts them: what is HIGH leaves the queue before what is NORMAL, the default."""

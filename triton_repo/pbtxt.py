@@ -15,6 +15,7 @@ from triton_repo.config import (
     Resource,
     Tensor,
 )
+from triton_repo.names import NORMAL
 
 ANY_VERSION = -1
 
@@ -46,8 +47,11 @@ def _write_scheduling(config: ModelConfig, message: schema.ModelConfig) -> None:
         return
     message.backend = "python"
     if config.queue is not None:
+        message.dynamic_batching.priority_levels = NORMAL
+        message.dynamic_batching.default_priority_level = NORMAL
         policy = message.dynamic_batching.default_queue_policy
         policy.max_queue_size = config.queue.max_queue_size
+        policy.default_timeout_microseconds = config.queue.timeout
         # A caller's own `timeout` may shorten its wait; a request that waited longer is refused, not delayed.
         policy.allow_timeout_override = True
     if config.instance_group is not None:
@@ -69,7 +73,7 @@ def parse(text: str) -> ModelConfig:
         inputs=tuple(_tensor(entry) for entry in message.input),
         outputs=tuple(_tensor(entry) for entry in message.output),
         instance_group=_instance_group(message.instance_group[0]) if message.instance_group else None,
-        queue=QueuePolicy(queue.max_queue_size) if queue is not None else None,
+        queue=QueuePolicy(queue.max_queue_size, queue.default_timeout_microseconds) if queue is not None else None,
         decoupled=message.model_transaction_policy.decoupled,
         parameters={key: value.string_value for key, value in message.parameters.items()},
         steps=tuple(

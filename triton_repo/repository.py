@@ -36,6 +36,7 @@ from triton_repo.names import (
     MEDIA_HOSTS_PARAMETER,
     MEDIA_ROOT_PARAMETER,
     PREPARE,
+    STATE_PARAMETER,
     STORE_PARAMETER,
     STREAM,
 )
@@ -69,14 +70,18 @@ _DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
 class RepositorySettings:
     """What an operator may choose.
 
-    max_queue_size: requests that wait for a model before more are refused. media_hosts, media_root: where URLs of media
-    may lead to. condition_cache: bytes of encoded prompts and references that each of h3_encode and h3_stream may keep.
+    max_queue_size: requests of one priority that wait for a model before more are refused. queue_timeout: seconds after
+    which one that still waits is refused. media_hosts, media_root: where URLs of media may lead to.
+    condition_cache: bytes of encoded prompts and references that each of h3_encode and h3_stream may keep. state: the
+    folder of what the server remembers from one start to the next; None: it remembers nothing.
     """
 
     max_queue_size: int = 8
+    queue_timeout: float = 86_400.0
     media_hosts: tuple[str, ...] = ()
     media_root: Path | None = None
     condition_cache: int = DEFAULT_CONDITION_CACHE
+    state: Path | None = None
 
     def parameters(self, store: Path) -> dict[str, str]:
         """The parameters of every Python model."""
@@ -85,13 +90,14 @@ class RepositorySettings:
             MEDIA_HOSTS_PARAMETER: ",".join(self.media_hosts),
             MEDIA_ROOT_PARAMETER: "" if self.media_root is None else str(self.media_root.resolve()),
             CACHE_PARAMETER: str(self.condition_cache),
+            STATE_PARAMETER: "" if self.state is None else str(self.state.resolve()),
         }
 
 
 def model_configs(store: Path, manifest: Manifest, settings: RepositorySettings) -> tuple[ModelConfig, ...]:
     """The configurations of all models, with shapes and element types from the store's manifest."""
     parameters = settings.parameters(store)
-    queue = QueuePolicy(settings.max_queue_size)
+    queue = QueuePolicy(settings.max_queue_size, round(settings.queue_timeout * 1e6))
     encoded, latents = _stage_tensors(manifest)
     conditions = (RESOLVED, encoded[0], TAGS, *encoded[1:])
     steps = (
@@ -105,8 +111,8 @@ def model_configs(store: Path, manifest: Manifest, settings: RepositorySettings)
         ModelConfig(PREPARE, REQUEST, (RESOLVED, TOKENS, TAGS, MEDIA), prepare, parameters=parameters),
         ModelConfig(ENCODE, (RESOLVED, TOKENS, TAGS, MEDIA), encoded, _DEVICE, queue, parameters=parameters),
         ModelConfig(DENOISE, conditions, latents, _DEVICE, queue, parameters=parameters),
-        # No limit here: what arrives has been denoised, which is the work that a refusal would throw away.
-        ModelConfig(DECODE, (RESOLVED, *latents), (MP4,), _DEVICE, parameters=parameters),
+        # No limits here: what arrives has been denoised, which is the work that a refusal would throw away.
+        ModelConfig(DECODE, (RESOLVED, *latents), (MP4,), _DEVICE, QueuePolicy(0), parameters=parameters),
         ModelConfig(ENSEMBLE, REQUEST, (MP4, RESOLVED), steps=steps),
         ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4), _DEVICE, queue, True, parameters),
     )

@@ -7,18 +7,19 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
 from triton_repo.child import POLL_SECONDS, Child
-from triton_repo.control import HEADER, RESTRICTED, UNREACHABLE, Control
+from triton_repo.control import HEADER, HTTP_RESTRICTED, RESTRICTED, UNREACHABLE, Control
 from triton_repo.errors import ServerError
 from triton_repo.installation import Installation
+from triton_repo.names import METRICS_VARIABLE
 from triton_repo.ports import LOOPBACK, choose_ports
-from triton_repo.server_log import FollowedLog, failure, loaded_model
+from triton_repo.server_log import FollowedLog, failure, keep_previous, loaded_model
 from triton_repo.shared_memory import private_prefix
 
 
@@ -26,7 +27,8 @@ from triton_repo.shared_memory import private_prefix
 class ServerSettings:
     """How to run the server. A port of 0 means any free one; times are in seconds.
 
-    `models` are the ones that clients call; an ensemble brings its steps with it.
+    `models` are the ones that clients call; an ensemble brings its steps with it. A client that has been silent for
+    `keepalive` is asked whether it is still there and has as long to answer, or its requests are cancelled.
     """
 
     repository: Path
@@ -37,6 +39,7 @@ class ServerSettings:
     metrics_port: int = 0
     ready_timeout: float = 300.0
     exit_timeout: int = 5
+    keepalive: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,13 @@ class TritonServer:
 
     def __init__(self, settings: ServerSettings, loaded: Callable[[str], None] = lambda model: None) -> None:
         """`loaded` is called with the name of each model as it becomes ready."""
-        self._settings = settings
+        ports = choose_ports({name: getattr(settings, f"{name}_port") for name in ("grpc", "http", "metrics")})
+        self.settings = replace(
+            settings, grpc_port=ports["grpc"], http_port=ports["http"], metrics_port=ports["metrics"]
+        )
+        """As given, with the ports that were chosen."""
         self._loaded = loaded
         self._resources = ExitStack()
-        ports = choose_ports({name: getattr(settings, f"{name}_port") for name in ("grpc", "http", "metrics")})
         self.endpoints = Endpoints(**{service: f"{LOOPBACK}:{port}" for service, port in ports.items()})
         self._ports = ports
         self._secret = secrets.token_hex(16)
@@ -80,17 +86,29 @@ class TritonServer:
         """Process id of tritonserver."""
         return self._child.pid
 
-    def wait(self) -> None:
-        """Block until the server or a model's process dies, which is a ServerError; a signal may raise out of it.
+    @property
+    def control(self) -> Control:
+        """Calls that only the owner may make."""
+        return self._control
 
-        Triton does not start a model's process again and stays ready without it, so that only ending shows the loss.
+    def wait(self, problem: Callable[[], str] = lambda: "") -> None:
+        """Block until the server is lost, which is a ServerError; a signal may raise out of it.
+
+        It is lost when it or a model's process dies, or when `problem`, asked all the time, returns one in words.
+        Triton does not start a model's process again and stays ready without it.
         """
         models = self._child.children()
         while not self._child.exited():
             if not all(map(_is_running, models)):
-                raise self._error("a model's process died; start the server again with: h3trt serve")
+                raise self._error("a model's process died")
+            if found := problem():
+                raise self._error(found)
             time.sleep(POLL_SECONDS)
         raise self._error("tritonserver died")
+
+    def kill(self) -> None:
+        """End the process without patience: what it was working on is lost, and its clients see the connection end."""
+        self._child.stop(0)
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait at most `timeout` seconds for the others; whether all of them ended.
@@ -100,12 +118,12 @@ class TritonServer:
         """
         deadline = time.monotonic() + timeout
         with suppress(*UNREACHABLE):
-            for model in self._settings.models:
+            for model in self.settings.models:
                 self._control.unload(model)
             quiet = 0
             while time.monotonic() < deadline and not self._child.exited():
                 # Twice in a row: a request that leaves the queue is for a moment neither waiting nor running.
-                quiet = 0 if any(map(self._is_busy, self._settings.models)) else quiet + 1
+                quiet = 0 if any(map(self._is_busy, self.settings.models)) else quiet + 1
                 if quiet == 2:
                     return True
                 time.sleep(POLL_SECONDS)
@@ -121,24 +139,26 @@ class TritonServer:
         backends = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="h3trt-backends-")))
         installation.assemble(backends)
         shm_prefix = resources.enter_context(private_prefix())
-        self._settings.log_file.parent.mkdir(parents=True, exist_ok=True)
-        log = resources.enter_context(self._settings.log_file.open("wb"))
+        self.settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+        keep_previous(self.settings.log_file)
+        log = resources.enter_context(self.settings.log_file.open("wb"))
         command = [
             str(installation.binary),
-            *_arguments(self._settings, self._ports, backends, shm_prefix, self._secret),
+            *_arguments(self.settings, self._ports, backends, shm_prefix, self._secret),
         ]
-        child = Child(command, installation.environment(), log)
-        resources.callback(child.stop, self._settings.exit_timeout + 5.0)
+        environment = installation.environment() | {METRICS_VARIABLE: self.endpoints.metrics}
+        child = Child(command, environment, log)
+        resources.callback(child.stop, self.settings.exit_timeout + 5.0)
         return child
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._settings.ready_timeout
-        log = FollowedLog(self._settings.log_file)
+        deadline = time.monotonic() + self.settings.ready_timeout
+        log = FollowedLog(self.settings.log_file)
         while not self._is_ready():
             if self._child.exited():
                 raise self._error("tritonserver did not start")
             if time.monotonic() > deadline:
-                raise self._error(f"tritonserver was not ready after {self._settings.ready_timeout:g} s")
+                raise self._error(f"tritonserver was not ready after {self.settings.ready_timeout:g} s")
             self._report_loaded(log)
             time.sleep(POLL_SECONDS)
         self._report_loaded(log)
@@ -149,12 +169,12 @@ class TritonServer:
 
     def _is_ready(self) -> bool:
         try:
-            return all(map(self._control.is_ready, self._settings.models))
+            return all(map(self._control.is_ready, self.settings.models))
         except UNREACHABLE:
             return False
 
     def _error(self, what: str) -> ServerError:
-        log = self._settings.log_file
+        log = self.settings.log_file
         return ServerError(f"{what}:\n{failure(log.read_text(errors='replace'))}\n(log: {log})")
 
 
@@ -176,12 +196,24 @@ def _arguments(
         "--model-load-thread-count=8",
         *(f"--{service}-address={LOOPBACK}" for service in ports),
         *(f"--{service}-port={port}" for service, port in ports.items()),
+        *_keepalive(settings.keepalive),
         "--allow-gpu-metrics=false",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         # Instances that name a resource in their configuration take turns.
         "--rate-limit=execution_count",
         f"--grpc-restricted-protocol={RESTRICTED}:{HEADER}={secret}",
-        f"--http-restricted-api={RESTRICTED}:{HEADER}={secret}",
+        f"--http-restricted-api={HTTP_RESTRICTED}:{HEADER}={secret}",
         f"--exit-timeout-secs={settings.exit_timeout}",
         "--log-format=ISO8601",
+    ]
+
+
+def _keepalive(seconds: float) -> list[str]:
+    """A client whose machine or network goes says no good-bye; Triton would keep its requests for two hours."""
+    milliseconds = round(seconds * 1000)
+    return [
+        f"--grpc-keepalive-time={milliseconds}",
+        f"--grpc-keepalive-timeout={milliseconds}",
+        # A call without progress has nothing to send meanwhile, and is asked all the same.
+        "--grpc-http2-max-pings-without-data=0",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 LINES_SHOWN = 12
@@ -29,6 +30,12 @@ class FollowedLog:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position += len(whole) + len(newline)
         return whole.decode(errors="replace").splitlines()
+
+
+def keep_previous(path: Path) -> None:
+    """Rename the log of the server before, of which one is kept: it says why that one was lost."""
+    with suppress(FileNotFoundError):
+        path.replace(path.with_name(f"{path.name}.1"))
 
 
 def loaded_model(line: str) -> str | None:

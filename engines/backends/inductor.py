@@ -7,9 +7,11 @@ tensors, and the caches of `torch.compile` hold pickled graphs, so neither is wr
 
 from __future__ import annotations
 
+import importlib.metadata
 import operator
 import shlex
 import shutil
+import subprocess
 import sysconfig
 import tempfile
 from collections import Counter
@@ -44,6 +46,15 @@ def missing_compiler() -> str | None:
     if shutil.which(_compiler_command()):
         return None
     return "inductor needs a C++ compiler, and g++ is not installed; run: apt-get install g++"
+
+
+def toolchain() -> dict[str, str]:
+    """What a package is compiled with: torch's build, Triton, the C++ compiler's first line; "" for what is missing."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = ""
+    return {"torch": str(torch.__version__), "triton": triton, "compiler": _compiler_version()}
 
 
 def ranges(graph: Graph, binding: Binding, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, AxisRange]:
@@ -96,6 +107,13 @@ def _compiler_command() -> str:
     """The C++ compiler that Python's own extensions are built with, or else g++."""
     configured = (sysconfig.get_config_var("CXX") or "g++").split()[0]
     return shutil.which(configured) or shutil.which("g++") or "g++"
+
+
+def _compiler_version() -> str:
+    if missing_compiler():
+        return ""
+    command = _compiler_command(), "--version"
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("\n")[0]  # noqa: S603
 
 
 def _runtime() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import re
 import signal
@@ -58,7 +59,7 @@ def _listening(server: TritonServer) -> list[Any]:
 
 
 def test_triton_reads_the_configuration_as_it_was_meant(raw: InferenceServerClient, shared_toy: Toy) -> None:
-    for config, _ in toy_configs(shared_toy.store):
+    for config, _ in toy_configs(shared_toy.store, shared_toy.state):
         read = pbtxt.parse(text_format.MessageToString(raw.get_model_config(config.name).config))
         assert (read.inputs, read.outputs, read.queue, read.decoupled) == (
             config.inputs,
@@ -106,9 +107,15 @@ def test_a_crash_is_told_in_one_line_and_logged_in_full(client: Client, shared_t
     incident = re.search(r"under (\w+)$", text)
     assert incident is not None
     log = shared_toy.log_file.read_text()
-    assert f"incident {incident[1]}" in log
-    assert "KeyError: '/secret/path'" in log
+    (told,) = [line for line in map(json.loads, _json_lines(log)) if line.get("incident") == incident[1]]
+    assert (told["source"], told["level"]) == ("first", "error")
+    assert "KeyError: '/secret/path'" in told["traceback"]
     assert client.generate_unary("p", {}).mp4 == b'{"outputs": 1}'
+
+
+def _json_lines(log: str) -> list[str]:
+    """Those of the models among Triton's own."""
+    return [line for line in log.splitlines() if line.startswith("{")]
 
 
 def test_an_mp4_of_64_mb_arrives(client: Client) -> None:

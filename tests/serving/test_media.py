@@ -20,7 +20,7 @@ from tests.request.media_vectors import MEDIA_VECTORS
 from tests.request.vectors import Vector
 from tests.serving.media_files import MEDIA_LIMITS, REF, Files, Limit, files_of
 from triton_repo.client import Client, ClientError, Failure
-from triton_repo.names import CACHE_METRICS
+from triton_repo.metric_table import CACHE
 from triton_repo.server import TritonServer
 
 PROMPT = "A red fox trots through fresh snow."
@@ -180,9 +180,9 @@ def test_a_repeated_reference_and_prompt_come_from_the_cache_and_the_metrics_say
 ) -> None:
     params, files = TASKS[2]
     first = client.generate("A fox that nobody asked for before.", params, files=files).mp4
-    before = {count: _metric(server, name) for count, name in CACHE_METRICS.items()}
+    before = {count: _metric(server, metric.name) for count, metric in CACHE.items()}
     assert client.generate("A fox that nobody asked for before.", params, files=files).mp4 == first
-    after = {count: _metric(server, name) for count, name in CACHE_METRICS.items()}
+    after = {count: _metric(server, metric.name) for count, metric in CACHE.items()}
     # Two references and the prompt.
     assert after == {**before, "hits": before["hits"] + 3}
     assert 0 < after["bytes"] < 256 << 20

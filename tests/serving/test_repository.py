@@ -43,7 +43,7 @@ PYTHON_MODELS = st.builds(
         count=st.integers(1, 4),
         resources=st.lists(st.builds(Resource, NAMES, st.integers(1, 9), st.booleans()), max_size=2).map(tuple),
     ),
-    queue=st.none() | st.builds(QueuePolicy, st.integers(1, 99)),
+    queue=st.none() | st.builds(QueuePolicy, st.integers(0, 99), st.integers(0, 10**9)),
     decoupled=st.booleans(),
     parameters=st.dictionaries(NAMES, NAMES, max_size=3),
 )
@@ -79,7 +79,7 @@ def test_text_that_is_no_configuration_is_refused() -> None:
 def test_the_repository_of_a_store(demonstration: Demonstration, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "h3" / "2").mkdir(parents=True)
-    configs = render(demonstration.store, tmp_path, RepositorySettings(max_queue_size=3))
+    configs = render(demonstration.store, tmp_path, RepositorySettings(max_queue_size=3, queue_timeout=1.5))
     assert {path.name for path in tmp_path.iterdir()} == {config.name for config in configs} | {"mine"}
     for config in configs:
         folder = tmp_path / config.name
@@ -87,8 +87,8 @@ def test_the_repository_of_a_store(demonstration: Demonstration, tmp_path: Path)
         assert [path.name for path in folder.iterdir() if path.is_dir()] == ["1"]
         assert (folder / "1" / "model.py").is_file() is not bool(config.steps)
     by_name = {config.name: config for config in configs}
-    assert by_name["h3_stream"].queue == QueuePolicy(3)
-    assert by_name["h3_decode"].queue is None
+    assert by_name["h3_stream"].queue == QueuePolicy(3, 1_500_000)
+    assert by_name["h3_decode"].queue == QueuePolicy(0)
 
 
 def test_only_small_tensors_cross_model_borders(demonstration: Demonstration, tmp_path: Path) -> None:

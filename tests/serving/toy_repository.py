@@ -9,13 +9,13 @@ from triton_repo.config import EnsembleStep, InstanceGroup, ModelConfig, QueuePo
 from triton_repo.names import ENSEMBLE, PREPARE, STREAM
 from triton_repo.repository import EVENT, INDEX, MP4, PARAMS, PROMPT, RESOLVED, RepositorySettings
 
-QUEUE = QueuePolicy(2)
+QUEUE = QueuePolicy(2, 60_000_000)
 DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
 
 
-def toy_configs(store: Path) -> list[tuple[ModelConfig, str | None]]:
+def toy_configs(store: Path, state: Path | None = None) -> list[tuple[ModelConfig, str | None]]:
     """Each model with the file of its source; the ensemble, which comes first, has none."""
-    parameters = RepositorySettings().parameters(store)
+    parameters = RepositorySettings(state=state).parameters(store)
     same = {"PROMPT": "PROMPT", "PARAMS": "PARAMS"}
     steps = (
         EnsembleStep(PREPARE, same, {"RESOLVED": "PREPARED"}),
@@ -32,10 +32,10 @@ def toy_configs(store: Path) -> list[tuple[ModelConfig, str | None]]:
     ]
 
 
-def write_toy_repository(directory: Path, store: Path) -> None:
+def write_toy_repository(directory: Path, store: Path, state: Path) -> None:
     """Write the repository."""
     store.mkdir(exist_ok=True)
-    for config, source in toy_configs(store):
+    for config, source in toy_configs(store, state):
         version = directory / config.name / "1"
         version.mkdir(parents=True)
         (directory / config.name / "config.pbtxt").write_text(pbtxt.render(config))

@@ -11,6 +11,7 @@ import triton_python_backend_utils as pb_utils
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
 from runtime.request import Resolved
+from runtime.work import work_of
 from triton_repo import adapter
 
 
@@ -20,18 +21,22 @@ class TritonPythonModel(adapter.UnaryModel):
     def open(self, store: Path) -> None:
         """Open the decoders' engines."""
         self.pipeline = Pipeline.open(store, stages=["decode"])
+        self.measure(self.pipeline.manifest)
         self.pipeline.warm()
 
-    def run(self, request: Any) -> list[pb_utils.Tensor]:
+    def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Decodes and encodes each output; refuses latents whose shape is not the request's."""
         resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
         video, audio = (torch.from_dlpack(adapter.read_tensor(request, name)) for name in ("VIDEO", "AUDIO"))
         self._check(resolved, video, audio)
+        work.begins(work_of(resolved, 1, self.pipeline.manifest.dimensions))
         cancellation = Cancellation(request.is_cancelled)
         clips = [
-            self.pipeline.decode(resolved, video[i : i + 1], audio[i : i + 1], lambda event: None, cancellation)
+            self.pipeline.decode(resolved, video[i : i + 1], audio[i : i + 1], work.progress, cancellation)
             for i in range(resolved.outputs)
         ]
+        for clip in clips:
+            work.made(clip, resolved.seconds)
         return [adapter.write_bytes("MP4", *clips)]
 
     def _check(self, resolved: Resolved, video: torch.Tensor, audio: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
 from runtime.pipeline import Encoded, Pipeline
+from runtime.work import work_of
 from triton_repo import adapter
 
 
@@ -19,14 +20,17 @@ class TritonPythonModel(adapter.UnaryModel):
     def open(self, store: Path) -> None:
         """Open the denoiser's engines."""
         self.pipeline = Pipeline.open(store, stages=["denoise"])
+        self.measure(self.pipeline.manifest)
         self.pipeline.warm()
 
-    def run(self, request: Any) -> list[pb_utils.Tensor]:
+    def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Runs all forwards of every output; a cancelled request stops before the next one."""
         resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
+        self.check_deadline(resolved, ("denoise", "decode"))
         names = ("TEXT", "TAGS", "CONDITION_VIDEO", "CONDITION_AUDIO")
         encoded = Encoded(*(torch.from_dlpack(adapter.read_tensor(request, name)) for name in names))
+        work.begins(work_of(resolved, len(encoded.text), self.pipeline.manifest.dimensions))
         cancellation = Cancellation(request.is_cancelled)
-        made = list(self.pipeline.denoise(resolved, encoded, lambda event: None, cancellation))
+        made = list(self.pipeline.denoise(resolved, encoded, work.progress, cancellation))
         video, audio = (torch.cat(latents) for latents in zip(*made, strict=True))
         return [adapter.write_tensor("VIDEO", video), adapter.write_tensor("AUDIO", audio)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from runtime.condition_cache import ConditionCache
+from runtime.estimate import WORK_STAGES
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
+from runtime.work import work_of
 from triton_repo import adapter
 
 
@@ -20,19 +21,18 @@ class TritonPythonModel(adapter.UnaryModel):
     def open(self, store: Path) -> None:
         """Open the encoders' engines."""
         self.cache = ConditionCache(self.settings.condition_cache)
-        self.metrics = adapter.CacheMetrics(self.name)
         self.pipeline = Pipeline.open(store, stages=["encode"], cache=self.cache)
+        self.measure(self.pipeline.manifest)
         self.pipeline.warm()
 
-    def run(self, request: Any) -> list[pb_utils.Tensor]:
+    def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Runs the encoders; refuses files and tokens that are not the resolved request's."""
         resolved = self.pipeline.restore(adapter.read_bytes(request, "RESOLVED"))
+        self.check_deadline(resolved, WORK_STAGES)
         tokens, tags = (adapter.read_array(request, name) for name in ("TOKENS", "TAGS"))
         taken = self.pipeline.retake(resolved, tokens, tags, adapter.read_elements(request, "MEDIA"))
-        try:
-            encoded = self.pipeline.encode(taken, lambda event: None, Cancellation(request.is_cancelled))
-        finally:
-            self.metrics.show(asdict(self.cache.counts))
+        work.begins(work_of(resolved, len(tokens), self.pipeline.manifest.dimensions))
+        encoded = self.pipeline.encode(taken, work.progress, Cancellation(request.is_cancelled))
         return [
             adapter.write_tensor("TEXT", encoded.text),
             adapter.write_tensor("CONDITION_VIDEO", encoded.condition_video),

@@ -27,16 +27,16 @@ class TritonPythonModel(adapter.Model):
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
-            with self.counted():
+            with self.working(request) as work:
                 sender = request.get_response_sender()
                 try:
-                    mp4 = adapter.write_bytes("MP4", self._run(request, sender))
+                    mp4 = adapter.write_bytes("MP4", self._run(request, sender, work))
                     index = pb_utils.Tensor("INDEX", np.array([0]))
                     sender.send(pb_utils.InferenceResponse([index, mp4]), flags=FINAL)
                 except Exception as error:
-                    sender.send(pb_utils.InferenceResponse(error=self.error(error)), flags=FINAL)
+                    sender.send(pb_utils.InferenceResponse(error=work.error(error)), flags=FINAL)
 
-    def _run(self, request: Any, sender: Any) -> bytes:
+    def _run(self, request: Any, sender: Any, work: adapter.Work) -> bytes:
         text = adapter.read_bytes(request, "PARAMS")
         params = json.loads(text)
         if "refuse" in params:
@@ -49,7 +49,9 @@ class TritonPythonModel(adapter.Model):
             for unit in range(units):
                 cancellation.raise_if_cancelled(f"unit {unit}")
                 time.sleep(params["pause"])
-                sender.send(_message("EVENT", Event("denoise", unit + 1, units, 0.0).to_json()))
+                event = Event("denoise", unit + 1, units, time.monotonic() - started)
+                work.progress(event)
+                sender.send(_message("EVENT", event.to_json()))
         finally:
             with (self.store / "spans").open("a") as file:
                 file.write(f"{started} {time.monotonic()}\n")

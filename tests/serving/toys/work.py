@@ -21,7 +21,7 @@ class TritonPythonModel(adapter.UnaryModel):
         if (store / "broken").exists():
             raise RuntimeError("the toy is broken; to mend it, run: make toy")
 
-    def run(self, request: Any) -> list[pb_utils.Tensor]:
+    def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         text = adapter.read_bytes(request, "PARAMS")
         params = json.loads(text)
         started = time.monotonic()
