@@ -24,7 +24,7 @@ from bench import host
 from bench.similarity import cosine, mel_cosine, psnr, relative_error, ssim
 from engines.backend import installed
 from engines.profile import Profile
-from engines.quality import LOSSLESS
+from engines.quality import LOSSLESS, graph_name
 from runtime.decode import decode_video
 from runtime.events import Cancellation, Event, Reporter
 from runtime.intake import Taken
@@ -125,11 +125,14 @@ def table(measured: Mapping[str, Any]) -> str:
 
 def synthetic(profile: Profile, work: Path) -> Pipeline:
     """A pipeline at released dimensions with random weights, compiled here for this machine's GPU."""
-    from bench.synthetic import open_engines, synthetic_store
+    from bench.end_to_end import GRAPHS
+    from bench.synthetic import Wanted, open_engines, synthetic_store
     from runtime.text import Tokenizer
 
-    store = synthetic_store(profile, work)
-    return Pipeline(open_engines(store), Tokenizer(store.tokenizer_file))
+    further = (graph_name("block", kind, profile.attention.blocks) for kind in profile.further_attention)
+    names = (*GRAPHS, *further)
+    store = synthetic_store(Wanted(profile, names), work)
+    return Pipeline(open_engines(store, names), Tokenizer(store.tokenizer_file))
 
 
 def _means(measures: Sequence[Mapping[str, float | None]]) -> list[str]:
