@@ -66,6 +66,7 @@ def test_a_store_for_tensorrt_with_tiers_of_quality_lacks_nothing_but_its_plans(
     )
     result = build(str(profile), tmp_path)
     assert result.returncode == Exit.INCOMPLETE, result.stderr
-    done = dict(reversed(line.split()) for line in result.stderr.splitlines() if line.startswith("  "))
+    words = (line.split() for line in result.stderr.splitlines() if line.startswith("  "))
+    done = {line[1]: line[0] for line in words if len(line) == 2}
     for graph in ("block.attend", "block.attend.sage", "block.attend.skip"):
         assert [done[f"{graph}.{step}"] for step in ("emit", "compare", "plan")] == ["built", "built", "deferred"]
