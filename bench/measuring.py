@@ -58,5 +58,7 @@ def kernels(run: Callable[[], object], most: int = 25) -> list[dict[str, float |
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
-    events = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
+    # The driver's own calls are listed as well, and take the device no time.
+    timed = [event for event in seen.key_averages() if event.device_time_total]
+    events = sorted(timed, key=lambda event: -event.device_time_total)
     return [{"kernel": e.key[:120], "calls": e.count, "ms": e.device_time_total / 1e3} for e in events[:most]]
