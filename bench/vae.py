@@ -15,7 +15,7 @@ from bench.synthetic import DEVICE, PARTITION, Wanted, open_engines, synthetic_s
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
-from runtime.decode import decode_video
+from runtime.decode import decode_planes
 from runtime.events import Cancellation, Event, Reporter
 from runtime.mux import MediaOptions, Mp4Writer
 
@@ -29,16 +29,13 @@ MEDIA = MediaOptions(crf=18, preset="veryfast", audio_bitrate=192_000)
 
 def measure(folder: Path, profile: Profile, rounds: int = 1) -> dict[str, Any]:
     """Milliseconds of a tile, of all tiles of a clip with stitching and conversion, and of the MP4 from them."""
-    store = synthetic_store(Wanted(profile, GRAPHS), folder)
-    engines = open_engines(store, GRAPHS)
-    dimensions = store.manifest.dimensions
-    shape = Shape.of(*canvas(ASPECT_RATIO), grid_frames(requested_frames(SECONDS), dimensions.video_vae), dimensions)
-    latents = _latents(shape, dimensions.video_vae.latent_channels)
+    engines = open_decoder(folder, profile)
+    shape, latents = clip_of(engines)
     tile = latents[:, :, :7, :16, :16].contiguous()
     one = in_turns({"tile": lambda: decode_tile(engines)(tile)})["tile"]
-    list(_frames(engines, latents))
-    clips = [_timed(lambda: [frames.cpu() for frames in _frames(engines, latents)]) for _ in range(rounds)]
-    frames = [part.cpu() for part in _frames(engines, latents)]
+    list(decoded(engines, latents))
+    clips = [_timed(lambda: [frames.cpu() for frames in decoded(engines, latents)]) for _ in range(rounds)]
+    frames = [part.cpu() for part in decoded(engines, latents)]
     media = Timing(tuple(1e3 * _timed(lambda: _encode(shape, frames)) for _ in range(rounds)))
     return {
         "what": f"decoding {shape.frames} frames of {shape.width}x{shape.height}",
@@ -49,6 +46,18 @@ def measure(folder: Path, profile: Profile, rounds: int = 1) -> dict[str, Any]:
         "mp4 from frames in host memory": media.as_json(),
         "kernels of a tile": kernels(lambda: decode_tile(engines)(tile)),
     }
+
+
+def open_decoder(folder: Path, profile: Profile) -> EngineSet:
+    """The video decoder alone, at released dimensions with random weights."""
+    return open_engines(synthetic_store(Wanted(profile, GRAPHS), folder), GRAPHS)
+
+
+def clip_of(engines: EngineSet) -> tuple[Shape, torch.Tensor]:
+    """A clip's shape, and random latents of it on the device."""
+    dimensions = engines.manifest.dimensions
+    shape = Shape.of(*canvas(ASPECT_RATIO), grid_frames(requested_frames(SECONDS), dimensions.video_vae), dimensions)
+    return shape, _latents(shape, dimensions.video_vae.latent_channels)
 
 
 def decode_tile(engines: EngineSet) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -62,17 +71,21 @@ def _latents(shape: Shape, channels: int) -> torch.Tensor:
     return torch.randn(sizes, device=DEVICE, generator=generator)
 
 
-def _frames(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+def decoded(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The clip's planes, chunk by chunk, on the device."""
     vae = engines.manifest.dimensions.video_vae
-    return decode_video(latents, decode_tile(engines), vae, Reporter(_ignore, lambda: 0.0), Cancellation())
+    quiet = Reporter(_ignore, lambda: 0.0)
+    return decode_planes(latents, decode_tile(engines), vae, "bt709", quiet, Cancellation())
 
 
 def _encode(shape: Shape, frames: list[torch.Tensor]) -> bytes:
-    with Mp4Writer(shape.width, shape.height, 32_000, MEDIA) as writer:
-        writer.write_audio(torch.randn(2, 800 * shape.audio_latents).clamp_(-1, 1))
+    pieces: list[bytes] = []
+    with Mp4Writer(shape.width, shape.height, 32_000, MEDIA, pieces.append) as writer:
+        writer.write_audio(torch.randn(2, 800 * shape.audio_latents).clamp_(-1, 1).numpy())
         for part in frames:
-            writer.write_frames(part)
-        return writer.finish()
+            writer.write_frames(part.numpy())
+        writer.finish()
+    return b"".join(pieces)
 
 
 def _timed(run: Callable[[], object]) -> float:

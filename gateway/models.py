@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from triton_repo.messages import (
     client_error,
     is_final,
     optional_bytes,
+    output_index,
     request_inputs,
     required_text,
     told,
@@ -111,14 +113,20 @@ class TritonModels:
         call = self._client.stream_infer(_one(request_inputs(asked.prompt, asked.params, asked.files), request_id))
         # Triton 2.51 may die of a cancellation that meets a request as it ends, so that is never cancelled.
         ended = False
+        fragmented: dict[int, bytearray] = defaultdict(bytearray)
         try:
             with _told_of_stream():
                 async for result, error in call:
                     ended = error is not None or is_final(result)
                     if error is not None:
                         raise client_error(error)
+                    if (piece := optional_bytes(result, "FRAGMENT")) is not None:
+                        fragmented[output_index(result)] += piece
+                        continue
                     yield _message(result)
             ended = True
+            for index, mp4 in fragmented.items():
+                yield Message(None, index, bytes(mp4))
         finally:
             if not ended:
                 call.cancel()
@@ -133,7 +141,7 @@ class TritonModels:
 
 def _message(result: InferResult) -> Message:
     event, mp4 = optional_bytes(result, "EVENT"), optional_bytes(result, "MP4")
-    index = 0 if mp4 is None else int(result.as_numpy("INDEX")[0])
+    index = 0 if mp4 is None else output_index(result)
     return Message(None if event is None else json.loads(event), index, mp4)
 
 

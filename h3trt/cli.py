@@ -9,7 +9,15 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from h3trt import bench_commands, build_commands, console, gateway_commands, plan_commands, serve_commands
+from h3trt import (
+    bench_commands,
+    build_commands,
+    console,
+    gateway_commands,
+    health_commands,
+    plan_commands,
+    serve_commands,
+)
 from h3trt.exits import MEANINGS, exit_code, message
 
 
@@ -51,6 +59,7 @@ bench_commands.register(app)
 build_commands.register(app)
 serve_commands.register(app)
 gateway_commands.register(app)
+health_commands.register(app)
 
 
 def main() -> None:

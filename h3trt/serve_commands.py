@@ -18,11 +18,12 @@ from h3trt import console, paths
 from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
+from h3trt.growing_files import GrowingFiles, in_fragments
 from h3trt.media_options import REF_HELP, attach
 from triton_repo.names import DEFAULT_CONDITION_CACHE, HIGH, NORMAL
 
 if TYPE_CHECKING:
-    from triton_repo.client import Files, Generated
+    from triton_repo.client import Files, Fragments, Generated
     from triton_repo.repository import RepositorySettings
     from triton_repo.watchdog import RestartPolicy, Watchdog
 
@@ -65,6 +66,20 @@ def serve(
         str, typer.Option(help="Memory for encoded prompts and references, for each of two processes; or off.")
     ] = DEFAULT_CACHE,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
+    warm: Annotated[
+        bool | None,
+        typer.Option("--warm/--no-warm", help="Run requests of each size before being ready. Default: on GPUs."),
+    ] = None,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds that the models get to be ready.")] = 1800,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address to publish metrics at, for a Prometheus on another machine.")
+    ] = "127.0.0.1",
+    trace: Annotated[
+        str, typer.Option(help="URL of an OpenTelemetry collector, http://HOST:4318/v1/traces. Default: none.")
+    ] = "",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Write the server's log to standard output too, one JSON object a line.")
+    ] = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="Times in a row that a server is started again that died or hangs.")
     ] = 5,
@@ -80,12 +95,17 @@ def serve(
     from triton_repo.watchdog import RestartPolicy
 
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    settings = _settings(queue, media_host or [], media_root, condition_cache, queue_timeout)
+    settings = replace(
+        _settings(queue, media_host or [], media_root, condition_cache), queue_timeout=queue_timeout, warm=warm
+    )
     policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
-    with _server(paths.triton(profile), store or paths.engine_store(profile), settings, ports, policy) as server:
-        console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
-        console.line(f"HTTP    http://{server.endpoints.http}")
-        console.line(f"metrics http://{server.endpoints.metrics}/metrics")
+    run = {**ports, "ready_timeout": ready_timeout, "trace": trace, "metrics_host": metrics_host}
+    place = paths.triton(profile)
+    with _server(place, store or paths.engine_store(profile), settings, run, policy, log_json) as server:
+        if not log_json:
+            console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
+            console.line(f"HTTP    http://{server.endpoints.http}")
+            console.line(f"metrics http://{server.endpoints.metrics}/metrics")
         try:
             server.run()
         except KeyboardInterrupt:
@@ -119,6 +139,9 @@ def generate(
     local: Annotated[bool, typer.Option("--local", help="Run the engines in this process, without a server.")] = False,
     profile: ProfileOption = "cpu",
     store: StoreOption = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="A fragmented MP4, written as it is made: it plays while it grows.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved request; generate nothing.")] = False,
 ) -> None:
     """Turn a prompt into an MP4 with sound. Ctrl-C cancels it, on the server too."""
@@ -134,15 +157,18 @@ def generate(
     }
     media = attach(first, last, ref or [])
     request = _object(params) | media.params | {name: value for name, value in given.items() if value is not None}
+    if stream:
+        request = in_fragments(request)
     source = _Local(store or paths.engine_store(profile)) if local else _Remote(url, timeout, urgent)
     if dry_run:
         console.line(json.dumps(source.resolve(prompt, request, media.files), indent=2, ensure_ascii=False))
         return
     paths.check_writable(out)
     started = time.monotonic()
-    with console.stages() as progress:
-        clip = source.generate(prompt, request, progress, media.files)
-    _save(clip, out, time.monotonic() - started)
+    files = GrowingFiles(lambda index: _path(out, index, outputs or 1))
+    with files, console.stages() as progress:
+        clip = source.generate(prompt, request, progress, media.files, files.add if stream else _keep)
+    _save(clip, out, time.monotonic() - started, written=stream)
 
 
 def demo(
@@ -168,7 +194,7 @@ def demo(
         console.heading("4. one gRPC request")
         started = time.monotonic()
         with console.stages() as progress:
-            clip = _Remote(server.endpoints.grpc, None).generate(DEMO_PROMPT, DEMO_PARAMS, progress, {})
+            clip = _Remote(server.endpoints.grpc, None).generate(DEMO_PROMPT, DEMO_PARAMS, progress, {}, _keep)
         _save(clip, out, time.monotonic() - started)
     console.heading("5. check")
     _check(clip, out)
@@ -201,11 +227,13 @@ class _Remote:
         with Client(self._url) as client:
             return client.resolve(prompt, params, self._timeout, files)
 
-    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files) -> Generated:
+    def generate(
+        self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files, fragments: Fragments
+    ) -> Generated:
         from triton_repo.client import Client
 
         with Client(self._url) as client:
-            return client.generate(prompt, params, progress, self._timeout, files, self._priority)
+            return client.generate(prompt, params, progress, self._timeout, files, self._priority, fragments)
 
 
 class _Local:
@@ -219,13 +247,28 @@ class _Local:
     def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
         return self._pipeline.take(prompt, params, files).resolved.model_dump(mode="json")
 
-    def generate(self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files) -> Generated:
+    def generate(
+        self, prompt: str, params: Mapping[str, Any], progress: console.Stages, files: Files, fragments: Fragments
+    ) -> Generated:
         from runtime.events import Cancellation
         from triton_repo.client import Generated
 
         taken = self._pipeline.take(prompt, params, files)
-        mp4s = self._pipeline.generate(taken, lambda event: progress(json.loads(event.to_json())), Cancellation())
-        return Generated(tuple(mp4s), taken.resolved.model_dump(mode="json"))
+        started, arrivals = time.monotonic(), list[float]()
+
+        def note(index: int, piece: bytes) -> None:
+            arrivals.append(time.monotonic() - started)
+            fragments(index, piece)
+
+        fragmented = taken.resolved.media.container == "fragmented"
+        mp4s = self._pipeline.generate(
+            taken,
+            lambda event: progress(json.loads(event.to_json())),
+            Cancellation(),
+            note if fragmented else _keep,
+        )
+        made = tuple(mp4s)
+        return Generated(made, taken.resolved.model_dump(mode="json"), arrivals[0] if arrivals else None)
 
 
 @contextmanager
@@ -233,10 +276,14 @@ def _server(
     folder: Path,
     store: Path,
     chosen: RepositorySettings,
-    ports: Mapping[str, int],
+    run: Mapping[str, Any],
     policy: RestartPolicy | None = None,
+    log_json: bool = False,
 ) -> Iterator[Watchdog]:
-    """A ready server of the store, its repository rendered anew in `folder`. Raises StoreError and ServerError."""
+    """A ready server of the store, its repository rendered anew in `folder`, run with these `ServerSettings`.
+
+    Raises StoreError and ServerError.
+    """
     from triton_repo.names import PUBLIC_MODELS
     from triton_repo.repository import render
     from triton_repo.server import ServerSettings
@@ -248,7 +295,7 @@ def _server(
     with ExitStack() as running:
         running.enter_context(held(folder))
         models = render(store, folder / "repository", replace(chosen, state=state.folder))
-        settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **ports)
+        settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **run)
         started = time.monotonic()
         with console.steps() as progress:
             numbers = itertools.count(1)
@@ -256,9 +303,16 @@ def _server(
             def loaded(name: str) -> None:
                 progress(Moment(next(numbers), len(models), name, "ready"))
 
-            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading))
+            logged = _print_json if log_json else (lambda line: None)
+            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading, logged))
         console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
         yield server
+
+
+def _print_json(line: str) -> None:
+    from triton_repo.server_log import as_json
+
+    console.line(as_json(line))
 
 
 def _settings(
@@ -266,11 +320,15 @@ def _settings(
     media_hosts: Sequence[str] = (),
     media_root: Path | None = None,
     condition_cache: str = DEFAULT_CACHE,
-    queue_timeout: float = 86_400.0,
 ) -> RepositorySettings:
     from triton_repo.repository import RepositorySettings
 
-    return RepositorySettings(queue, queue_timeout, tuple(media_hosts), media_root, _cache_bytes(condition_cache))
+    return RepositorySettings(
+        max_queue_size=queue,
+        media_hosts=tuple(media_hosts),
+        media_root=media_root,
+        condition_cache=_cache_bytes(condition_cache),
+    )
 
 
 def _cache_bytes(text: str) -> int:
@@ -287,15 +345,28 @@ def _object(text: str) -> dict[str, Any]:
     return parse_params(text)
 
 
-def _save(clip: Generated, out: Path, seconds: float) -> None:
+def _keep(index: int, piece: bytes) -> None:
+    """The file is written when it is whole."""
+
+
+def _path(out: Path, index: int, outputs: int) -> Path:
+    """The file of one output."""
+    return out if outputs == 1 else out.with_name(f"{out.stem}-{index}{out.suffix}")
+
+
+def _save(clip: Generated, out: Path, seconds: float, written: bool = False) -> None:
+    """Writes the files, unless they have been written as they came, and says what was made."""
     from engines.store import write_atomically
 
     for note in clip.resolved["notes"]:
         console.heading(f"note: {note}")
+    if clip.first_fragment is not None:
+        console.heading(f"first fragment after {clip.first_fragment:.1f} s")
     shape = "{width}x{height}, {frames} frames, {forwards} forwards".format(**clip.resolved)
     for index, mp4 in enumerate(clip.mp4s):
-        path = out if len(clip.mp4s) == 1 else out.with_name(f"{out.stem}-{index}{out.suffix}")
-        write_atomically(path, mp4)
+        path = _path(out, index, len(clip.mp4s))
+        if not written:
+            write_atomically(path, mp4)
         seed = clip.resolved["seed"] + index
         console.line(f"{path}: {shape}, seed {seed}, {len(mp4) / 1e6:.2f} MB, made in {seconds:.1f} s")
 

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import get_args
+from typing import Literal, get_args
 
 from engines.quality import LOSSLESS, TIERS
 from plugins.dimensions import FRAMES_PER_SECOND
@@ -64,6 +64,13 @@ CRF_RANGE = (1, 51)
 """Constant rate factors. 0 is left out: it selects the lossless profile, which browsers do not play."""
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 """Presets of libx264, fastest first."""
+VIDEO_BITRATE_RANGE = (100, 100_000)
+"""Kilobits a second."""
+CONTAINERS = ("faststart", "fragmented")
+"""Kinds of MP4: one whose index is in front of the media, and one of fragments that leave as they are made."""
+Colour = Literal["bt709", "bt601_untagged"]
+COLOURS: tuple[Colour, ...] = get_args(Colour)
+"""What YCbCr means in the file: ITU-R BT.709, tagged so, or ITU-R BT.601 without a tag, as vllm-omni writes it."""
 
 EXTRA = "extra_params"
 """An object whose keys are read as if they stood beside it, and win over keys of the same name there."""
@@ -323,11 +330,27 @@ _SAMPLING = (
 
 _MEDIA = (
     Field(
+        "container",
+        Choice(CONTAINERS),
+        "faststart: one MP4, its index in front; fragmented: half-second fragments with their sound, which h3_stream "
+        "sends as they are made",
+        CONTAINERS[0],
+        paths=("media.container", "container"),
+    ),
+    Field(
         "crf",
         Integer(*CRF_RANGE),
-        "x264 constant rate factor; lower is finer and larger",
+        "x264 constant rate factor; lower is finer and larger; not beside video_bitrate",
         18,
+        default_text="18; none beside video_bitrate",
         paths=("media.crf", "crf"),
+    ),
+    Field(
+        "video_bitrate",
+        Integer(*VIDEO_BITRATE_RANGE, "kb/s"),
+        "average bit rate of the H.264 track, in one pass; not beside crf",
+        default_text="crf decides",
+        paths=("media.video_bitrate", "video_bitrate"),
     ),
     Field("preset", Choice(PRESETS), "x264 speed preset", "veryfast", paths=("media.preset", "preset")),
     Field(
@@ -336,6 +359,14 @@ _MEDIA = (
         "bit rate of the stereo AAC track",
         128,
         paths=("media.audio_bitrate", "audio_bitrate"),
+    ),
+    Field(
+        "colour",
+        Choice(COLOURS),
+        "bt709: BT.709, limited range, tagged; bt601_untagged: BT.601 without a tag, as vllm-omni writes: players that "
+        "take it for BT.709 show other hues",
+        COLOURS[0],
+        paths=("media.colour", "colour"),
     ),
 )
 
@@ -403,7 +434,7 @@ _FEATURES = (
     _feature("force_refresh_step_hint", _CACHE),
     _feature("force_refresh_step_policy", _CACHE),
     _feature("preencode_batch_frames", "another encoding chunk than 17 frames", 17),
-    _feature("video_codec_options", "free encoder options; crf, preset and audio_bitrate are offered"),
+    _feature("video_codec_options", "free encoder options; those of the group media are offered"),
 )
 
 FIELDS: tuple[Field, ...] = (*_SHAPE, *_REFERENCES, *_SAMPLING, *_MEDIA, *_OPERATION, *_SERVER, *_NO_EFFECT, *_FEATURES)

@@ -9,6 +9,8 @@ import torch
 
 from plugins.dimensions import AUDIO_CHANNELS, AudioVAEDimensions, VideoVAEDimensions
 from plugins.tiling import TileGrid, chunk_count, tile_grid
+from runtime.colour import to_i420
+from runtime.contract import Colour
 from runtime.events import Cancellation, Reporter
 from runtime.tiling import Stitcher, fade_in
 
@@ -89,6 +91,22 @@ def decode_video(
         yield to_uint8(frames)
 
 
+def decode_planes(
+    latents: torch.Tensor,
+    decode_tile: DecodeTile,
+    dimensions: VideoVAEDimensions,
+    colour: Colour,
+    report: Reporter,
+    cancellation: Cancellation,
+) -> Iterator[torch.Tensor]:
+    """As `decode_video`, but yields what the encoder takes: uint8 planes [n, 3H/2, W], half the bytes of RGB.
+
+    They are the planes of the frames that `decode_video` yields: see `to_i420`.
+    """
+    for frames in decode_frames(latents, decode_tile, dimensions, report, cancellation):
+        yield to_i420(to_levels(frames), colour)
+
+
 def decode_frames(
     latents: torch.Tensor,
     decode_tile: DecodeTile,
@@ -120,13 +138,17 @@ def decode_frames(
 
 
 def to_uint8(frames: torch.Tensor) -> torch.Tensor:
-    """Float32 [3, n, H, W] in ImageNet-normalised RGB, overwritten, to uint8 [n, H, W, 3].
+    """Float32 [3, n, H, W] in ImageNet-normalised RGB, overwritten, to uint8 [n, H, W, 3]."""
+    return to_levels(frames).to(torch.uint8).permute(1, 2, 3, 0).contiguous()
+
+
+def to_levels(frames: torch.Tensor) -> torch.Tensor:
+    """Float32 [3, n, H, W] in ImageNet-normalised RGB, overwritten with whole numbers 0..255.
 
     Clamp, then x 255, then round half to even, in float32: what diffusers' decode step and video processor do.
     """
     mean, std = (torch.tensor(values, device=frames.device).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
-    frames.mul_(std).add_(mean).clamp_(0, 1).mul_(255).round_()
-    return frames.to(torch.uint8).permute(1, 2, 3, 0).contiguous()
+    return frames.mul_(std).add_(mean).clamp_(0, 1).mul_(255).round_()
 
 
 def decode_audio(latents: torch.Tensor, decode: DecodeAudio, dimensions: AudioVAEDimensions) -> torch.Tensor:

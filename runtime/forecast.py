@@ -35,7 +35,8 @@ class Forecaster:
 
     def __init__(self, manifest: Manifest, folder: Path | None, clock: Callable[[], int] = now) -> None:
         """`folder`: where the records are; None: nothing is known."""
-        self._dimensions = manifest.dimensions
+        self.dimensions = manifest.dimensions
+        """Those that work is counted by."""
         self._on_gpu = manifest.profile.on_gpu
         self._identity = timings.identity(manifest)
         self._folder = folder
@@ -50,7 +51,7 @@ class Forecaster:
         arrival: int | None = None,
     ) -> Estimate:
         """What the request would take. `memory_bytes`: by the memory model. `arrival`: when it came; None: now."""
-        works = work_of(resolved, text_rows, self._dimensions)
+        works = work_of(resolved, text_rows, self.dimensions)
         records = self.records()
         predictions = {stage: predict(records, works[stage]) for stage in WORK_STAGES}
         seconds = [one.seconds for one in predictions.values() if one is not None]

@@ -23,21 +23,23 @@ from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference_key
 from runtime.conditioner import CONDITIONING, Conditioner
-from runtime.decode import decode_audio, decode_video
+from runtime.decode import decode_audio, decode_planes
 from runtime.denoiser import Denoiser, ModulationCache, State
 from runtime.encoder import TextEncoder
 from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.intake import Files, Intake, Taken
 from runtime.media.source import MediaPolicy
-from runtime.mux import MediaOptions, Mp4Writer
+from runtime.mux import Deliver, MediaOptions, Mp4Writer
 from runtime.packing import Condition, Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.reference_pixels import ReferencePixels
 from runtime.refusal import RequestError
-from runtime.request import Resolved
+from runtime.request import Media, Resolved
 from runtime.rng import Noise, augmented, draw_noise
 from runtime.schedule import Schedule
+from runtime.tail import encode_behind
 from runtime.task import PARTITION
 from runtime.text import Tokenizer
+from runtime.transfer import to_host
 from runtime.vision import VISION
 
 PipelineStage = Literal["encode", "denoise", "decode"]
@@ -45,6 +47,9 @@ PipelineStage = Literal["encode", "denoise", "decode"]
 STAGES: tuple[PipelineStage, ...] = get_args(PipelineStage)
 
 Progress = Callable[[Event], None]
+
+Pieces = Callable[[int, bytes], None]
+"""Takes the index of an output and the next piece of its MP4, in the thread that encodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,20 +151,30 @@ class Pipeline:
         progress: Progress,
         cancellation: Cancellation,
     ) -> bytes:
-        """The MP4 of one output's latents; frames go to the encoder as they become final.
+        """The MP4 of one output's latents; frames are encoded while the next ones are decoded.
 
         Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
         """
         self._intake.admit(resolved, 1)
-        return self._decode(resolved, video, audio, self._reporter(progress), cancellation)
+        return self._decode(resolved, (video, audio), self._reporter(progress), cancellation, lambda piece: None)
 
-    def generate(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Iterator[bytes]:
-        """All stages of one request in this process: an MP4 for each output, when it is ready. Raises Cancelled."""
+    def generate(
+        self,
+        taken: Taken,
+        progress: Progress,
+        cancellation: Cancellation,
+        pieces: Pieces = lambda index, piece: None,
+    ) -> Iterator[bytes]:
+        """All stages of one request in this process: an MP4 for each output, when it is ready. Raises Cancelled.
+
+        pieces: is given each MP4 also while it is made: a fragmented one fragment by fragment, another in one piece.
+        """
         report = self._reporter(progress)
         encoded = self._encode(taken, report, cancellation)
         # All outputs before the first is decoded: where weights are swapped, they change places once.
-        for video, audio in list(self._denoise(taken.resolved, encoded, report, cancellation)):
-            yield self._decode(taken.resolved, video, audio, report, cancellation)
+        clips = list(self._denoise(taken.resolved, encoded, report, cancellation))
+        for index, latents in enumerate(clips):
+            yield self._decode(taken.resolved, latents, report, cancellation, partial(pieces, index))
 
     def noise(self, resolved: Resolved, output: int = 0) -> Noise:
         """The noise that the request's seed and seed convention stand for, of one of its outputs."""
@@ -256,20 +271,26 @@ class Pipeline:
     def _decode(
         self,
         resolved: Resolved,
-        video: torch.Tensor,
-        audio: torch.Tensor,
+        latents: Latents,
         report: Reporter,
         cancellation: Cancellation,
+        deliver: Deliver,
     ) -> bytes:
-        media = resolved.media
-        options = MediaOptions(crf=media.crf, preset=media.preset, audio_bitrate=1000 * media.audio_bitrate)
-        rate = self._dimensions.audio_vae.sample_rate
-        placed = video.to(self._engines.device)
-        with self._stage("decode"), Mp4Writer(resolved.width, resolved.height, rate, options) as writer:
-            writer.write_audio(self.waveform(audio[0]))
-            for frames in decode_video(placed, self.decode_tile, self._dimensions.video_vae, report, cancellation):
-                writer.write_frames(frames.cpu())
-            return writer.finish()
+        video, audio = latents
+        made: list[bytes] = []
+
+        def hand_on(piece: bytes) -> None:
+            made.append(piece)
+            deliver(piece)
+
+        size, rate = (resolved.width, resolved.height), self._dimensions.audio_vae.sample_rate
+        placed, colour = video.to(self._engines.device), resolved.media.colour
+        with self._stage("decode"):
+            waveform = self.waveform(audio[0]).numpy()
+            planes = decode_planes(placed, self.decode_tile, self._dimensions.video_vae, colour, report, cancellation)
+            writer = Mp4Writer(*size, rate, media_options(resolved.media), hand_on)
+            encode_behind((to_host(part) for part in planes), waveform, writer, cancellation)
+        return b"".join(made)
 
     def decode_tile(self, latents: torch.Tensor) -> torch.Tensor:
         """One decoder tile: normalised latents [1, 24, 7, 16, 16] to frames [1, 3, 28, 256, 256], float32."""
@@ -283,6 +304,18 @@ class Pipeline:
 
         with self._engines.stage(("audio_decoder",)):
             return decode_audio(audio, run, self._dimensions.audio_vae)
+
+
+def media_options(media: Media) -> MediaOptions:
+    """A request's options of the MP4 as the writer takes them, in bits a second."""
+    return MediaOptions(
+        preset=media.preset,
+        audio_bitrate=1000 * media.audio_bitrate,
+        crf=media.crf,
+        video_bitrate=None if media.video_bitrate is None else 1000 * media.video_bitrate,
+        container=media.container,
+        colour=media.colour,
+    )
 
 
 def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:

@@ -15,10 +15,16 @@ import numpy as np
 from av.container import InputContainer
 from av.error import FFmpegError
 
+from runtime.contract import Colour
+
 DURATION_TOLERANCE = 0.1
 """Seconds by which sound and picture may differ."""
 
-_BT709_LIMITED = {"primaries": 1, "transfer": 1, "matrix": 1, "range": 1}
+# ITU-T H.273: 2 is "unspecified"; ffmpeg shows a range that is not stated as 0.
+_TAGS: dict[Colour, dict[str, int]] = {
+    "bt709": {"primaries": 1, "transfer": 1, "matrix": 1, "range": 1},
+    "bt601_untagged": {"primaries": 2, "transfer": 2, "matrix": 2, "range": 0},
+}
 
 
 class ProbeError(ValueError):
@@ -70,13 +76,22 @@ class MediaReport:
     def moov_before_mdat(self) -> bool:
         """Whether a player can start before it has the whole file."""
         kept = [box for box in self.boxes if box in ("moov", "mdat")]
-        return kept == ["moov", "mdat"]
+        return kept[:2] == ["moov", "mdat"] and kept.count("moov") == 1
+
+    @property
+    def fragments(self) -> int:
+        """Movie fragments (`moof`); 0 for a file with one index."""
+        return self.boxes.count("moof")
 
     def to_json(self) -> str:
         """The report as an indented JSON object."""
-        return json.dumps(asdict(self) | {"moov_before_mdat": self.moov_before_mdat}, indent=2)
+        return json.dumps(
+            asdict(self) | {"moov_before_mdat": self.moov_before_mdat, "fragments": self.fragments}, indent=2
+        )
 
-    def problems(self, width: int, height: int, frames: int, sample_rate: int = 32_000) -> list[str]:
+    def problems(
+        self, width: int, height: int, frames: int, sample_rate: int = 32_000, colour: Colour = "bt709"
+    ) -> list[str]:
         """Every way in which the file differs from what a request was promised; empty when it is right."""
         video, audio = self.video, self.audio
         facts = [
@@ -86,7 +101,7 @@ class MediaReport:
             ("frames", video.frames, frames),
             ("fps", video.fps, 24.0),
             ("constant frame rate", video.constant_rate, True),
-            ("colour", video.colour, _BT709_LIMITED),
+            ("colour", video.colour, _TAGS[colour]),
             ("audio codec", (audio.codec, audio.profile), ("aac", "LC")),
             ("sample rate", audio.sample_rate, sample_rate),
             ("channels", audio.channels, 2),

@@ -42,6 +42,7 @@ from runtime.contract import (
     PROMPT,
     SIDE_RATIO_MAXIMUM,
     SIGMA_POINTS,
+    Colour,
     Given,
 )
 from runtime.estimate import Estimate
@@ -88,9 +89,12 @@ class Media(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    crf: int
+    container: str
+    crf: int | None = Field(description="none where video_bitrate decides")
+    video_bitrate: int | None = Field(description="kb/s, none where crf decides")
     preset: str
     audio_bitrate: int = Field(description="kb/s")
+    colour: Colour
 
 
 class Resolved(BaseModel):
@@ -152,7 +156,7 @@ class Resolved(BaseModel):
             "reference_short_edge": self.reference_short_edge,
             "video_reference_short_edge": self.video_reference_short_edge,
             "keyframe_geometry": self.keyframe_geometry,
-            "media": self.media.model_dump(),
+            "media": self.media.model_dump(exclude_none=True),
             **({} if self.deadline is None else {"deadline": self.deadline}),
             **self._ends(),
         }
@@ -241,7 +245,7 @@ def resolve(
         seed=_seed(fields, outputs),
         outputs=outputs,
         seed_convention=fields.value("seed_convention"),
-        media=Media(**{name: fields.value(name) for name in Media.model_fields}),
+        media=_media(fields),
         deadline=fields.value("deadline"),
         notes=tuple(fields.notes),
         **dataclasses.asdict(shape),
@@ -342,6 +346,16 @@ def _keyframes(fields: GivenFields, images: int) -> Sequence[Keyframe]:
         rule = f"must have one entry for each image, and there are {counted(images, 'image')}"
         raise RequestError(fields.spelling("frame_indices"), list(indices), rule, nearest)
     return KEYFRAME_INDICES[indices]
+
+
+def _media(fields: GivenFields) -> Media:
+    """The options of the MP4, with one of crf and video_bitrate."""
+    chosen = {name: fields.value(name) for name in Media.model_fields}
+    rate = fields.given("video_bitrate")
+    if rate is not None and fields.given("crf") is not None:
+        rule = f"must not stand beside {fields.spelling('crf')}: one of the two decides the size"
+        raise RequestError(rate.spelling, rate.value, rule)
+    return Media(**chosen | ({} if rate is None else {"crf": None}))
 
 
 def _seed(fields: GivenFields, outputs: int) -> int:

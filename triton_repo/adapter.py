@@ -10,8 +10,8 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from runtime.reference_kinds import INPUTS
 from runtime.request import RequestError, Resolved, parse_params
 from runtime.timings import Recorder, identity
 from runtime.work import Work as WorkAmount
+from runtime.work import work_of
 from triton_repo import metric_table as table
 from triton_repo.control import UNREACHABLE, read_metrics
 from triton_repo.logs import Log, set_up
@@ -44,6 +45,8 @@ from triton_repo.names import (
     METRICS_VARIABLE,
     STATE_PARAMETER,
     STORE_PARAMETER,
+    WARM,
+    WARM_PARAMETER,
 )
 from triton_repo.queue_state import queue_of
 from triton_repo.serving_state import ServingState
@@ -51,17 +54,23 @@ from triton_repo.stage_clock import StageClock
 
 if TYPE_CHECKING:
     from runtime.condition_cache import ConditionCache
+    from runtime.pipeline import Progress
+    from runtime.rehearsal import Rehearsal
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the model's configuration says: the engine store, where media may come from, bytes of the cache, and what
-    the server remembers."""
+    """What the model's configuration says.
+
+    The engine store, where media may come from, bytes of the cache, what the server remembers, and whether to run
+    requests before the model is ready.
+    """
 
     store: Path
     media: MediaPolicy
     condition_cache: int
     state: ServingState | None
+    warm: bool
 
     @staticmethod
     def of(parameters: Mapping[str, str]) -> Settings:
@@ -74,6 +83,7 @@ class Settings:
             media=media,
             condition_cache=int(parameters[CACHE_PARAMETER]),
             state=ServingState(Path(state)) if state else None,
+            warm=parameters[WARM_PARAMETER] == WARM,
         )
 
 
@@ -146,6 +156,11 @@ class Work:
         """Counts a finished clip, of so many seconds."""
         self._metrics.add(table.SENT, len(mp4))
         self._media_seconds += seconds
+
+    def first_fragment(self, seconds: float) -> None:
+        """Counts a streamed clip whose first fragment left after so many seconds."""
+        self._metrics.observe(table.FIRST_FRAGMENT, seconds)
+        self._log.info("first fragment", seconds=round(seconds, 3))
 
     def error(self, error: Exception) -> pb_utils.TritonError:
         """How `error` is told to the client; one that is no fault of the request is logged with its traceback."""
@@ -222,6 +237,40 @@ class Model(ABC):
         self.forecaster = Forecaster(manifest, state.timings if state is not None else None)
         if state is not None:
             self._recorder = Recorder(state.timings / f"{self.name}.json", identity(manifest))
+
+    def warm(self, rehearsals: Iterable[Rehearsal], run: Callable[[Rehearsal, Progress], Taken]) -> None:
+        """Before the model is ready, run requests of each size that it is for, if the operator wants it.
+
+        One that fails keeps the model from loading. The last one's times are remembered: the first of its size chose
+        kernels. One process after the other: they share the device, and Triton does not let them take turns yet.
+        """
+        if not self.settings.warm:
+            return
+        done: Mapping[WorkAmount, float] = {}
+        with self.settings.state.device() if self.settings.state is not None else nullcontext():
+            for rehearsal in rehearsals:
+                done = self._warmed(rehearsal, run) or done
+        if done and self._recorder is not None:
+            self._remember(done, self._recorder)
+
+    def _warmed(self, rehearsal: Rehearsal, run: Callable[[Rehearsal, Progress], Taken]) -> Mapping[WorkAmount, float]:
+        """Seconds of the work that one of them was; nothing for one that this machine does not admit."""
+        clock = StageClock(time.monotonic)
+
+        def progress(event: Event) -> None:
+            clock(event)
+
+        try:
+            taken = run(rehearsal, progress)
+        except RequestError as refusal:
+            self.log.warning("not warmed", params=dict(rehearsal.params), reason=str(refusal))
+            return {}
+        self.log.info("warmed", params=dict(rehearsal.params), seconds=round(clock.finish(), 3))
+        return {work: clock.seconds[stage] for stage, work in self.works(taken).items() if stage in clock.seconds}
+
+    def works(self, taken: Taken) -> Mapping[WorkStage, WorkAmount]:
+        """How much work a request is."""
+        return work_of(taken.resolved, len(taken.presented.token_ids), self.forecaster.dimensions)
 
     @contextmanager
     def working(self, request: pb_utils.InferenceRequest) -> Iterator[Work]:

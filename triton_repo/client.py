@@ -6,6 +6,7 @@ import json
 import queue
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from triton_repo.messages import (
     client_error,
     is_final,
     optional_bytes,
+    output_index,
     request_inputs,
     required_text,
     told,
@@ -34,15 +36,22 @@ __all__ = ["Client", "ClientError", "Failure", "Files", "Generated", "Progress"]
 Progress = Callable[[Mapping[str, Any]], None]
 """Receives each progress event of a request as the server sent it."""
 
+Fragments = Callable[[int, bytes], None]
+"""Receives the pieces of fragmented MP4s as they come: the index of the output, and its next bytes."""
+
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Finished clips: the bytes of each output's MP4 and the request as the server resolved it."""
+    """Finished clips: the bytes of each output's MP4 and the request as the server resolved it.
+
+    first_fragment: seconds from the call to the first piece of a fragmented MP4; None where none came by itself.
+    """
 
     mp4s: tuple[bytes, ...]
     resolved: Mapping[str, Any]
+    first_fragment: float | None = None
 
     @property
     def mp4(self) -> bytes:
@@ -64,6 +73,11 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.close()
+
+    def is_ready(self, model: str) -> bool:
+        """Whether the model can be called. Raises ClientError where no server answers."""
+        with told():
+            return self._client.is_model_ready(model)
 
     def resolve(
         self,
@@ -106,25 +120,33 @@ class Client:
         timeout: float | None = None,
         files: Files | None = None,
         priority: int = NORMAL,
+        fragments: Fragments = lambda index, piece: None,
     ) -> Generated:
-        """A call to resolve the request, then one to `h3_stream`; `progress` is called in this thread.
+        """A call to resolve the request, then one to `h3_stream`; `progress` and `fragments` are called in this thread.
 
-        Any exception in this thread, such as KeyboardInterrupt or one that `progress` raises, cancels the request on
-        the server, which stops within one step. `timeout` is in seconds for the whole request. Raises ClientError.
+        `fragments` is called where the request asks for the container fragmented. Any exception in this thread, such as
+        KeyboardInterrupt or one that a callback raises, cancels the request on the server, which stops within one step.
+        `timeout` is in seconds for the whole request. Raises ClientError.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
         # Errors of a stream have no codes, and one to nowhere would only say that it is broken: this call says why.
         request_id = _new_id()
         resolved = self.resolve(prompt, params, timeout, files, request_id)
         options = call_options(resolved, request_id, priority)
-        mp4s: dict[int, bytes] = {}
+        mp4s: dict[int, bytearray] = defaultdict(bytearray)
+        first: float | None = None
         with self._stream(request_inputs(prompt, params, files), options) as messages:
             for result in messages.until_final(deadline):
                 if (text := optional_bytes(result, "EVENT")) is not None:
                     progress(json.loads(text))
                 if (mp4 := optional_bytes(result, "MP4")) is not None:
-                    mp4s[int(result.as_numpy("INDEX")[0])] = mp4
-        return Generated(_complete(mp4s, resolved), resolved)
+                    mp4s[output_index(result)] += mp4
+                if (piece := optional_bytes(result, "FRAGMENT")) is not None:
+                    first = time.monotonic() - started if first is None else first
+                    mp4s[output_index(result)] += piece
+                    fragments(output_index(result), piece)
+        return Generated(_complete(mp4s, resolved), resolved, first)
 
     @contextmanager
     def _stream(self, inputs: list[InferInput], options: Mapping[str, Any]) -> Iterator[_Messages]:
@@ -177,8 +199,8 @@ def _new_id() -> str:
     return secrets.token_hex(8)
 
 
-def _complete(mp4s: Mapping[int, bytes], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:
+def _complete(mp4s: Mapping[int, bytes | bytearray], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:
     """The MP4 of every output, in order."""
     if sorted(mp4s) != list(range(resolved["outputs"])):
         raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
-    return tuple(mp4s[index] for index in sorted(mp4s))
+    return tuple(bytes(mp4s[index]) for index in sorted(mp4s))

@@ -114,6 +114,11 @@ def required_text(result: InferResult, name: str) -> str:
     return _bytes(result, name).decode()
 
 
+def output_index(result: InferResult) -> int:
+    """Which output the MP4 or the fragment of a message is of."""
+    return int(result.as_numpy("INDEX")[0])
+
+
 def is_final(result: InferResult) -> bool:
     """Whether this is the last message of a stream."""
     return result.get_response().parameters["triton_final_response"].bool_param

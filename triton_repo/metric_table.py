@@ -67,6 +67,13 @@ FACTOR = Metric(
     "Seconds in the model for each second of media that it made; up to 1 is real time",
     FACTORS,
 )
+FIRST_FRAGMENT = Metric(
+    "h3_first_fragment_seconds",
+    "histogram",
+    (),
+    "Seconds in the model until the first fragment of a streamed MP4 left",
+    SECONDS,
+)
 RECEIVED = Metric("h3_received_bytes_total", "counter", (), "Bytes of files that came with requests or were fetched")
 SENT = Metric("h3_sent_bytes_total", "counter", (), "Bytes of finished MP4")
 CACHE_HITS = Metric(
@@ -84,6 +91,7 @@ METRICS = (
     STEP,
     UNITS,
     FACTOR,
+    FIRST_FRAGMENT,
     RECEIVED,
     SENT,
     CACHE_HITS,

@@ -23,6 +23,9 @@ DEFAULT_CONDITION_CACHE = 256 << 20
 STATE_PARAMETER = "state"
 """The model parameter that holds the folder of what a server remembers from one start to the next; empty: none."""
 
+WARM_PARAMETER, WARM = "warm", "yes"
+"""The model parameter that says whether to run requests before the model is ready, and how it says so."""
+
 DEVICE_MODELS = (STREAM, ENCODE, DENOISE, DECODE)
 """The models that run engines, one request at a time."""
 

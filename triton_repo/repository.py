@@ -8,7 +8,7 @@ at a time.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -39,6 +39,8 @@ from triton_repo.names import (
     STATE_PARAMETER,
     STORE_PARAMETER,
     STREAM,
+    WARM,
+    WARM_PARAMETER,
 )
 
 PROMPT = Tensor("PROMPT", DataType.STRING, (1,))
@@ -55,7 +57,9 @@ MEDIA = Tensor("MEDIA", DataType.STRING, (DYNAMIC,))
 """The files of the resolved request, in its order."""
 
 INDEX = Tensor("INDEX", DataType.INT64, (1,))
-"""Which output an MP4 of a stream is."""
+"""Which output an MP4 or a fragment of a stream is of."""
+FRAGMENT = Tensor("FRAGMENT", DataType.STRING, (1,))
+"""The next piece of a fragmented MP4: all pieces of an output, one behind the other, are the file that `h3` gives."""
 REQUEST = (PROMPT, PARAMS, *MEDIA_INPUTS)
 
 FETCHERS = 4
@@ -73,7 +77,8 @@ class RepositorySettings:
     max_queue_size: requests of one priority that wait for a model before more are refused. queue_timeout: seconds after
     which one that still waits is refused. media_hosts, media_root: where URLs of media may lead to.
     condition_cache: bytes of encoded prompts and references that each of h3_encode and h3_stream may keep. state: the
-    folder of what the server remembers from one start to the next; None: it remembers nothing.
+    folder of what the server remembers from one start to the next; None: it remembers nothing. warm: run requests of
+    each size that the engines are for before the models are ready; None: on GPUs.
     """
 
     max_queue_size: int = 8
@@ -82,6 +87,7 @@ class RepositorySettings:
     media_root: Path | None = None
     condition_cache: int = DEFAULT_CONDITION_CACHE
     state: Path | None = None
+    warm: bool | None = None
 
     def parameters(self, store: Path) -> dict[str, str]:
         """The parameters of every Python model."""
@@ -90,13 +96,15 @@ class RepositorySettings:
             MEDIA_HOSTS_PARAMETER: ",".join(self.media_hosts),
             MEDIA_ROOT_PARAMETER: "" if self.media_root is None else str(self.media_root.resolve()),
             CACHE_PARAMETER: str(self.condition_cache),
+            WARM_PARAMETER: WARM if self.warm else "no",
             STATE_PARAMETER: "" if self.state is None else str(self.state.resolve()),
         }
 
 
 def model_configs(store: Path, manifest: Manifest, settings: RepositorySettings) -> tuple[ModelConfig, ...]:
     """The configurations of all models, with shapes and element types from the store's manifest."""
-    parameters = settings.parameters(store)
+    warm = manifest.profile.on_gpu if settings.warm is None else settings.warm
+    parameters = replace(settings, warm=warm).parameters(store)
     queue = QueuePolicy(settings.max_queue_size, round(settings.queue_timeout * 1e6))
     encoded, latents = _stage_tensors(manifest)
     conditions = (RESOLVED, encoded[0], TAGS, *encoded[1:])
@@ -114,7 +122,7 @@ def model_configs(store: Path, manifest: Manifest, settings: RepositorySettings)
         # No limits here: what arrives has been denoised, which is the work that a refusal would throw away.
         ModelConfig(DECODE, (RESOLVED, *latents), (MP4,), _DEVICE, QueuePolicy(0), parameters=parameters),
         ModelConfig(ENSEMBLE, REQUEST, (MP4, RESOLVED), steps=steps),
-        ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4), _DEVICE, queue, True, parameters),
+        ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4, FRAGMENT), _DEVICE, queue, True, parameters),
     )
 
 

@@ -22,13 +22,17 @@ from triton_repo.ports import LOOPBACK, choose_ports
 from triton_repo.server_log import FollowedLog, failure, keep_previous, loaded_model
 from triton_repo.shared_memory import private_prefix
 
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - to be told from other addresses
+
 
 @dataclass(frozen=True)
 class ServerSettings:
     """How to run the server. A port of 0 means any free one; times are in seconds.
 
     `models` are the ones that clients call; an ensemble brings its steps with it. A client that has been silent for
-    `keepalive` is asked whether it is still there and has as long to answer, or its requests are cancelled.
+    `keepalive` is asked whether it is still there and has as long to answer, or its requests are cancelled. `trace`:
+    URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of every request; empty: none does.
+    `metrics_host`: address that metrics are published at, for a Prometheus on another machine.
     """
 
     repository: Path
@@ -40,6 +44,8 @@ class ServerSettings:
     ready_timeout: float = 300.0
     exit_timeout: int = 5
     keepalive: float = 30.0
+    trace: str = ""
+    metrics_host: str = LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -54,16 +60,23 @@ class Endpoints:
 class TritonServer:
     """A server process; use it as a context manager. Leaving the block stops it and removes all that it made."""
 
-    def __init__(self, settings: ServerSettings, loaded: Callable[[str], None] = lambda model: None) -> None:
-        """`loaded` is called with the name of each model as it becomes ready."""
+    def __init__(
+        self,
+        settings: ServerSettings,
+        loaded: Callable[[str], None] = lambda model: None,
+        logged: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`loaded` is called with the name of each model as it becomes ready, `logged` with each line of the log."""
         ports = choose_ports({name: getattr(settings, f"{name}_port") for name in ("grpc", "http", "metrics")})
         self.settings = replace(
             settings, grpc_port=ports["grpc"], http_port=ports["http"], metrics_port=ports["metrics"]
         )
         """As given, with the ports that were chosen."""
-        self._loaded = loaded
+        self._loaded, self._logged = loaded, logged
         self._resources = ExitStack()
-        self.endpoints = Endpoints(**{service: f"{LOOPBACK}:{port}" for service, port in ports.items()})
+        # What listens everywhere is reached over loopback too.
+        hosts = {"metrics": settings.metrics_host if settings.metrics_host != EVERYWHERE else LOOPBACK}
+        self.endpoints = Endpoints(**{name: f"{hosts.get(name, LOOPBACK)}:{port}" for name, port in ports.items()})
         self._ports = ports
         self._secret = secrets.token_hex(16)
         self._control = Control(self.endpoints.http, self.endpoints.metrics, self._secret)
@@ -99,6 +112,7 @@ class TritonServer:
         """
         models = self._child.children()
         while not self._child.exited():
+            self._read_log()
             if not all(map(_is_running, models)):
                 raise self._error("a model's process died")
             if found := problem():
@@ -126,6 +140,7 @@ class TritonServer:
                 quiet = 0 if any(map(self._is_busy, self.settings.models)) else quiet + 1
                 if quiet == 2:
                     return True
+                self._read_log()
                 time.sleep(POLL_SECONDS)
         return False
 
@@ -141,7 +156,8 @@ class TritonServer:
         shm_prefix = resources.enter_context(private_prefix())
         self.settings.log_file.parent.mkdir(parents=True, exist_ok=True)
         keep_previous(self.settings.log_file)
-        log = resources.enter_context(self.settings.log_file.open("wb"))
+        self._log = FollowedLog(self.settings.log_file)
+        log = resources.enter_context(self.settings.log_file.open("ab"))
         command = [
             str(installation.binary),
             *_arguments(self.settings, self._ports, backends, shm_prefix, self._secret),
@@ -153,19 +169,21 @@ class TritonServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
-        log = FollowedLog(self.settings.log_file)
         while not self._is_ready():
             if self._child.exited():
                 raise self._error("tritonserver did not start")
             if time.monotonic() > deadline:
                 raise self._error(f"tritonserver was not ready after {self.settings.ready_timeout:g} s")
-            self._report_loaded(log)
+            self._read_log()
             time.sleep(POLL_SECONDS)
-        self._report_loaded(log)
+        self._read_log()
 
-    def _report_loaded(self, log: FollowedLog) -> None:
-        for model in filter(None, map(loaded_model, log.new_lines())):
-            self._loaded(model)
+    def _read_log(self) -> None:
+        for line in self._log.new_lines():
+            self._logged(line)
+            if model := loaded_model(line):
+                self._loaded(model)
+        self._log.bound()
 
     def _is_ready(self) -> bool:
         try:
@@ -174,6 +192,7 @@ class TritonServer:
             return False
 
     def _error(self, what: str) -> ServerError:
+        self._read_log()
         log = self.settings.log_file
         return ServerError(f"{what}:\n{failure(log.read_text(errors='replace'))}\n(log: {log})")
 
@@ -194,7 +213,8 @@ def _arguments(
         *(f"--load-model={model}" for model in settings.models),
         # All at once: with Triton's 4 the fifth Python model would begin when the others have ended.
         "--model-load-thread-count=8",
-        *(f"--{service}-address={LOOPBACK}" for service in ports),
+        *(f"--{service}-address={LOOPBACK}" for service in ports if service != "metrics"),
+        f"--metrics-address={settings.metrics_host}",
         *(f"--{service}-port={port}" for service, port in ports.items()),
         *_keepalive(settings.keepalive),
         "--allow-gpu-metrics=false",
@@ -205,7 +225,16 @@ def _arguments(
         f"--http-restricted-api={HTTP_RESTRICTED}:{HEADER}={secret}",
         f"--exit-timeout-secs={settings.exit_timeout}",
         "--log-format=ISO8601",
+        *_tracing(settings.trace),
     ]
+
+
+def _tracing(collector: str) -> list[str]:
+    """Triton's own spans: of each request, of each model that it goes through, its wait and its work there."""
+    if not collector:
+        return []
+    settings = ("mode=opentelemetry", f"opentelemetry,url={collector}", "rate=1", "level=TIMESTAMPS")
+    return [f"--trace-config={setting}" for setting in (*settings, "opentelemetry,resource=service.name=h3trt")]
 
 
 def _keepalive(seconds: float) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_RESTARTS = "restarts"
+_RESTARTS, _DEVICE = "restarts", "device.lock"
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,14 @@ class ServingState:
     def timings(self) -> Path:
         """The folder of what requests have taken (`runtime.timings`)."""
         return self.folder / "timings"
+
+    @contextmanager
+    def device(self) -> Iterator[None]:
+        """Has the device to itself among the processes of the server."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / _DEVICE).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def forget_restarts(self) -> None:
         """Count from nothing: a new `h3trt serve` has begun."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -53,12 +53,16 @@ class Watchdog:
         policy: RestartPolicy | None = None,
         loaded: Callable[[str], None] = lambda model: None,
         told: Callable[[str], None] = lambda text: None,
+        logged: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`loaded` hears of each model that becomes ready, `told` of each loss and of each start after it."""
+        """`loaded` hears of each model that becomes ready, `told` of each loss and of each start after it.
+
+        `logged` gets each line of the server's log.
+        """
         self._settings = settings
         self._state = state
         self._policy = policy or RestartPolicy()
-        self._loaded, self._told = loaded, told
+        self._loaded, self._told, self._logged = loaded, told, logged
         self._running = ExitStack()
         self._server: TritonServer | None = None
 
@@ -116,13 +120,15 @@ class Watchdog:
         if attempt > self._policy.attempts:
             said = f"given up after {self._policy.attempts} restarts in a row; the last time {error.message}"
             raise ServerError(said, "start it again with: h3trt serve")
-        self._state.count_restart()
+        with suppress(OSError):
+            # On a full disk the count is lost, not the restart.
+            self._state.count_restart()
         delay = self._policy.delay(attempt)
         self._told(f"{error.message}\nrestart {attempt} of at most {self._policy.attempts} in a row, in {delay:g} s")
         time.sleep(delay)
 
     def _start(self) -> None:
-        server = TritonServer(self._settings, self._loaded)
+        server = TritonServer(self._settings, self._loaded, self._logged)
         # A port that was any free one is now this one.
         self._settings, self._endpoints = server.settings, server.endpoints
         self._server = self._running.enter_context(server)

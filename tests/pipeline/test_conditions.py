@@ -19,10 +19,11 @@ from runtime.condition_cache import ConditionCache
 from runtime.decode import decode_video
 from runtime.events import Cancellation, Cancelled, Event, Reporter
 from runtime.intake import Files, Taken
-from runtime.mux import MediaOptions, Mp4Writer
+from runtime.mux import MediaOptions
 from runtime.pipeline import Encoded, Pipeline
 from runtime.probe import inspect_mp4
 from tests.media import clips
+from tests.mp4.serial import write_mp4
 
 PROMPT = "A red fox runs over fresh snow"
 CLIP: dict[str, Any] = {"duration": 5, "width": 256, "height": 256, "num_inference_steps": 1, "seed": 7}
@@ -41,10 +42,9 @@ EXACT = ("token_tags", "position_ids", "text_indices", "audio_indices", "video_i
 def video_with_sound() -> bytes:
     """Two seconds of a picture that moves. A flat one would divide rounding errors by a variance of nothing."""
     image = torch.from_numpy(np.asarray(clips.picture(256 + 48, 256)).copy())
-    with Mp4Writer(256, 256, 32_000, MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000)) as writer:
-        writer.write_audio(torch.from_numpy(clips.noise(2.0, 32_000, 2)))
-        writer.write_frames(torch.stack([image[:, shift : shift + 256] for shift in range(48)]))
-        return writer.finish()
+    moving = torch.stack([image[:, shift : shift + 256] for shift in range(48)])
+    options = MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000)
+    return write_mp4(moving, torch.from_numpy(clips.noise(2.0, 32_000, 2)), options)
 
 
 @pytest.fixture(scope="module")

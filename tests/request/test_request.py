@@ -57,7 +57,7 @@ _SIDE = st.integers(8, 40).map(lambda cells: 32 * cells)
 _LEGAL = st.fixed_dictionaries(
     {"aspect_ratio": st.sampled_from(ASPECT_RATIOS)},
     optional={field.name: _value(field) for field in _FREE if field.name not in ("aspect_ratio", "seed")},
-)
+).filter(lambda params: not {"crf", "video_bitrate"} <= params.keys())
 _FEW_REFERENCES = st.lists(st.sampled_from([IMAGE, TALL, VIDEO, SOUND_VIDEO, SOUND]), min_size=1, max_size=6)
 _CANVAS = st.tuples(_SIDE, _SIDE).filter(lambda sides: max(sides) <= 4 * min(sides))
 _STEPS = st.one_of(

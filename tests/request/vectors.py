@@ -10,6 +10,14 @@ from typing import Any
 from runtime.media.facts import Facts
 
 PROMPT = "A cat plays the piano while rain falls outside."
+MEDIA = {
+    "container": "faststart",
+    "crf": 18,
+    "video_bitrate": None,
+    "preset": "veryfast",
+    "audio_bitrate": 128,
+    "colour": "bt709",
+}
 SMALL = {"aspect_ratio": "1:1", "width": 256, "height": 256, "duration": 4, "num_inference_steps": 4}
 
 
@@ -201,13 +209,29 @@ SAMPLING = (
 )
 
 OUTPUT = (
-    _ok("media by default", _wide(), media={"crf": 18, "preset": "veryfast", "audio_bitrate": 128}),
+    _ok("media by default", _wide(), media=MEDIA),
     _ok(
         "media as object",
         _wide(media={"crf": 30, "preset": "fast"}),
-        media={"crf": 30, "preset": "fast", "audio_bitrate": 128},
+        media={**MEDIA, "crf": 30, "preset": "fast"},
     ),
-    _ok("media flat", _wide(audio_bitrate=192), media={"crf": 18, "preset": "veryfast", "audio_bitrate": 192}),
+    _ok("media flat", _wide(audio_bitrate=192), media={**MEDIA, "audio_bitrate": 192}),
+    _ok(
+        "media in fragments, in the peers' colours",
+        _wide(media={"container": "fragmented", "colour": "bt601_untagged"}),
+        media={**MEDIA, "container": "fragmented", "colour": "bt601_untagged"},
+    ),
+    _ok("video bit rate", _wide(media={"video_bitrate": 4000}), media={**MEDIA, "crf": None, "video_bitrate": 4000}),
+    _no(
+        "video bit rate and crf",
+        _wide(video_bitrate=4000, media={"crf": 18}),
+        "video_bitrate",
+        "4000",
+        "must not stand beside media.crf",
+    ),
+    _no("video bit rate too low", _wide(video_bitrate=1), "video_bitrate", "1", "from 100 to 100000 kb/s", "100"),
+    _no("container", _wide(container="mkv"), "container", "'mkv'", "must be one of faststart, fragmented"),
+    _no("colour", _wide(colour="bt2020"), "colour", "'bt2020'", "must be one of bt709, bt601_untagged"),
     _no("crf 52", _wide(crf=52), "crf", "52", "from 1 to 51", "51"),
     _no("crf below 0", _wide(media={"crf": -1}), "media.crf", "-1", "from 1 to 51", "1"),
     _no("unknown preset", _wide(preset="placebo"), "preset", "'placebo'", "one of ultrafast"),

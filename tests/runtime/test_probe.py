@@ -9,8 +9,9 @@ import av
 import pytest
 import torch
 
-from runtime.mux import MediaOptions, Mp4Writer
+from runtime.mux import MediaOptions
 from runtime.probe import ProbeError, inspect_mp4, top_level_boxes
+from tests.mp4.serial import write_mp4
 
 OPTIONS = MediaOptions(crf=18, preset="veryfast", audio_bitrate=192_000, threads=1)
 
@@ -21,10 +22,7 @@ def clip(frames=24, level=None, loudness=0.1, seconds=None):
     if level is not None:
         pixels = torch.full_like(pixels, level)
     samples = round((seconds or frames / 24) * 32_000)
-    with Mp4Writer(64, 64, 32_000, OPTIONS) as writer:
-        writer.write_frames(pixels)
-        writer.write_audio(loudness * torch.randn(2, samples, generator=generator))
-        return writer.finish()
+    return write_mp4(pixels, loudness * torch.randn(2, samples, generator=generator), OPTIONS)
 
 
 def untagged_30fps_mono():

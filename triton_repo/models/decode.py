@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
+from runtime.rehearsal import rehearsals, rehearse
 from runtime.request import Resolved
 from runtime.work import work_of
 from triton_repo import adapter
@@ -23,6 +25,7 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline = Pipeline.open(store, stages=["decode"])
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
+        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, ("decode",)))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Decodes and encodes each output; refuses latents whose shape is not the request's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
 from runtime.pipeline import Encoded, Pipeline
+from runtime.rehearsal import rehearsals, rehearse
 from runtime.work import work_of
 from triton_repo import adapter
 
@@ -22,6 +24,7 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline = Pipeline.open(store, stages=["denoise"])
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
+        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, ("denoise",)))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Runs all forwards of every output; a cancelled request stops before the next one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from runtime.condition_cache import ConditionCache
 from runtime.estimate import WORK_STAGES
 from runtime.events import Cancellation
 from runtime.pipeline import Pipeline
-from runtime.work import work_of
+from runtime.rehearsal import rehearsals, rehearse
 from triton_repo import adapter
 
 
@@ -24,6 +25,7 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline = Pipeline.open(store, stages=["encode"], cache=self.cache)
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
+        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, ("encode",)))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Runs the encoders; refuses files and tokens that are not the resolved request's."""
@@ -31,7 +33,7 @@ class TritonPythonModel(adapter.UnaryModel):
         self.check_deadline(resolved, WORK_STAGES)
         tokens, tags = (adapter.read_array(request, name) for name in ("TOKENS", "TAGS"))
         taken = self.pipeline.retake(resolved, tokens, tags, adapter.read_elements(request, "MEDIA"))
-        work.begins(work_of(resolved, len(tokens), self.pipeline.manifest.dimensions))
+        work.begins(self.works(taken))
         encoded = self.pipeline.encode(taken, work.progress, Cancellation(request.is_cancelled))
         return [
             adapter.write_tensor("TEXT", encoded.text),

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,8 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation, Event
-from runtime.pipeline import Pipeline
-from runtime.work import work_of
+from runtime.pipeline import STAGES, Pipeline
+from runtime.rehearsal import rehearsals, rehearse
 from triton_repo import adapter
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -25,7 +28,8 @@ MORE = 0
 class TritonPythonModel(adapter.Model):
     """PROMPT, PARAMS, IMAGES, VIDEOS, AUDIOS -> messages: RESOLVED; many with EVENT; INDEX and MP4 of each output.
 
-    An error ends them.
+    Where the container is fragmented, an output's MP4 comes as messages of INDEX and FRAGMENT, as they are made, and an
+    empty message is the last. An error ends them.
     """
 
     def open(self, store: Path) -> None:
@@ -34,6 +38,7 @@ class TritonPythonModel(adapter.Model):
         self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
+        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, STAGES))
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answers each request with its messages, one request after the other."""
@@ -49,22 +54,53 @@ class TritonPythonModel(adapter.Model):
             sender.send(pb_utils.InferenceResponse(error=work.error(error)), flags=FINAL)
 
     def _generate(self, request: Any, sender: Any, work: adapter.Work) -> None:
+        messages = _Messages(sender)
+
         def report(event: Event) -> None:
             work.progress(event)
-            sender.send(_message(adapter.write_bytes("EVENT", event.to_json())))
+            messages.send(adapter.write_bytes("EVENT", event.to_json()))
 
         arrival = adapter.read_arrival(request)
         taken = self.pipeline.take(*adapter.read_request(request))
         work.received(taken.media)
         resolved = self.admitted(taken, arrival, queue=None)
-        work.begins(work_of(resolved, len(taken.presented.token_ids), self.pipeline.manifest.dimensions))
-        sender.send(_message(adapter.write_bytes("RESOLVED", resolved.model_dump_json())))
-        clips = self.pipeline.generate(taken, report, Cancellation(sender.is_cancelled))
+        work.begins(self.works(taken))
+        messages.send(adapter.write_bytes("RESOLVED", resolved.model_dump_json()))
+        fragmented = resolved.media.container == "fragmented"
+        pieces = messages.send_fragment if fragmented else _keep
+        clips = self.pipeline.generate(taken, report, Cancellation(sender.is_cancelled), pieces)
         for index, mp4 in enumerate(clips):
-            work.made(mp4, taken.resolved.seconds)
-            message = _message(pb_utils.Tensor("INDEX", np.array([index])), adapter.write_bytes("MP4", mp4))
-            sender.send(message, flags=FINAL if index == taken.resolved.outputs - 1 else MORE)
+            work.made(mp4, resolved.seconds)
+            if not fragmented:
+                last = index == resolved.outputs - 1
+                messages.send(_index(index), adapter.write_bytes("MP4", mp4), flags=FINAL if last else MORE)
+        if fragmented:
+            work.first_fragment(messages.first_fragment)
+            sender.send(flags=FINAL)
 
 
-def _message(*tensors: pb_utils.Tensor) -> pb_utils.InferenceResponse:
-    return pb_utils.InferenceResponse(list(tensors))
+class _Messages:
+    """A request's messages. Events come from the thread that decodes, fragments from the one that encodes."""
+
+    def __init__(self, sender: Any) -> None:
+        self.first_fragment = 0.0
+        """Seconds until it left."""
+        self._sender = sender
+        self._started = time.monotonic()
+        self._one_at_a_time = threading.Lock()
+
+    def send(self, *tensors: pb_utils.Tensor, flags: int = MORE) -> None:
+        with self._one_at_a_time:
+            self._sender.send(pb_utils.InferenceResponse(list(tensors)), flags=flags)
+
+    def send_fragment(self, index: int, piece: bytes) -> None:
+        self.send(_index(index), adapter.write_bytes("FRAGMENT", piece))
+        self.first_fragment = self.first_fragment or time.monotonic() - self._started
+
+
+def _index(index: int) -> pb_utils.Tensor:
+    return pb_utils.Tensor("INDEX", np.array([index]))
+
+
+def _keep(index: int, piece: bytes) -> None:
+    """An MP4 of one piece leaves when the pipeline gives it."""
