@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,14 @@ from bench.synthetic import (
     Wanted,
     compile_packages,
     draw_input,
+    graphs,
     open_engines,
+    package,
     synthetic_store,
 )
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
+from engines.sessions.inductor import open_package
 from export.binding import bind
 from export.checkpoint import Checkpoint
 from export.graphs.block import TABLE_ROWS
@@ -40,6 +44,8 @@ SIDES: dict[str, tuple[str, Literal["dense", "sage"]]] = {
 
 GRAPHS = ("block",)
 
+BAKED = "bfloat16, weights in the package"
+
 PEER = "diffusers, torch.compile, cuDNN"
 
 ROWS = 58_880
@@ -51,10 +57,11 @@ CHECKED_ROWS = 2048
 
 def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict[str, Any]:
     """Milliseconds of a block on each side, the kernels behind them, and the largest sequence."""
-    compile_packages(folder, wanted())
+    compile_packages(folder, packages())
     engines = {name: open_block(folder, *side) for name, side in SIDES.items()}
     dimensions = engines["bfloat16"].manifest.dimensions.denoiser
     ours = {name: caller(each, rows) for name, each in engines.items()}
+    ours[BAKED] = baked_caller(folder, engines["bfloat16"], rows)
     theirs = {
         PEER: peer.block(dimensions, rows, compiled=True),
         "diffusers, eager": peer.block(dimensions, rows, compiled=False),
@@ -76,6 +83,7 @@ def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict
         "kernels": seen,
         "FlashAttention-3": flash_attention_3.available(),
         "error": {name: errors(folder, engines[name]) for name in ("bfloat16", "SAGE")},
+        "difference from eager torch": {name: _difference(folder, engines[name], *SIDES[name]) for name in SIDES},
     }
     del theirs, ours, sides
     torch.cuda.empty_cache()
@@ -87,14 +95,29 @@ def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict
 def errors(folder: Path, engines: EngineSet, rows: int = CHECKED_ROWS) -> dict[str, float]:
     """Length of the difference to float32 over its length: of the compiled block, and of torch's eager one."""
     checkpoint = Checkpoint.open(folder / "checkpoint")
-    inputs, weights = block_inputs(engines, rows), RandomWeights(engines.manifest, GRAPHS)
-    with weights.tensors("block", 0, PARTITION) as drawn:
-        stored = tuple(drawn[spec.name] for spec in engines.manifest.graphs["block"].weights)
+    inputs, stored = block_inputs(engines, rows), _stored(engines)
     found = engines.run("block", inputs, 0, PARTITION)["hidden_out"]
     wide = tuple(x.float() if x.is_floating_point() else x for x in inputs.values())
     exact = _eager(checkpoint, torch.float32, wide, stored)
     eager = _eager(checkpoint, torch.bfloat16, tuple(inputs.values()), stored)
     return {name: _error(each, exact) for name, each in {"compiled": found, "eager": eager}.items()}
+
+
+def _difference(
+    folder: Path, engines: EngineSet, name: str, blocks: Literal["dense", "sage"], rows: int = CHECKED_ROWS
+) -> float:
+    """Of a side's compiled block from the same graph run by eager torch, over the length of that."""
+    (graph,) = graphs(Wanted(side_profile(name, blocks), GRAPHS), folder)
+    inputs, stored = block_inputs(engines, rows), _stored(engines)
+    found = engines.run("block", inputs, 0, PARTITION)["hidden_out"]
+    with torch.no_grad():
+        return _error(found, BoundModule(graph, bind(graph))(tuple(inputs.values()), stored))
+
+
+def _stored(engines: EngineSet) -> tuple[torch.Tensor, ...]:
+    """The first block's weights, drawn as they were for the engines."""
+    with RandomWeights(engines.manifest, GRAPHS).tensors("block", 0, PARTITION) as drawn:
+        return tuple(drawn[spec.name] for spec in engines.manifest.graphs["block"].weights)
 
 
 def _eager(
@@ -107,13 +130,15 @@ def _eager(
     return result
 
 
-def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+def _error(found: torch.Tensor, exact: object) -> float:
+    assert isinstance(exact, torch.Tensor)
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-def wanted() -> tuple[Wanted, ...]:
+def packages() -> tuple[Wanted, ...]:
     """The packages that the bench measures."""
-    return tuple(Wanted(side_profile(*side), GRAPHS) for side in SIDES.values())
+    bound = tuple(Wanted(side_profile(*side), GRAPHS) for side in SIDES.values())
+    return *bound, replace(bound[0], baked=True)
 
 
 def open_block(folder: Path, name: str, blocks: Literal["dense", "sage"]) -> EngineSet:
@@ -138,6 +163,21 @@ def caller(engines: EngineSet, rows: int) -> Callable[[], torch.Tensor]:
     """A call of the block on random rows."""
     inputs = block_inputs(engines, rows)
     return lambda: engines.run("block", inputs, 0, PARTITION)["hidden_out"]
+
+
+def baked_caller(folder: Path, engines: EngineSet, rows: int) -> Callable[[], torch.Tensor]:
+    """A call of the block whose weights are in its package, on the rows of the one that binds them."""
+    (wanted,) = (each for each in packages() if each.baked)
+    (graph,) = graphs(wanted, folder)
+    loader = open_package(package(folder, graph, wanted), DEVICE)
+    inputs = list(block_inputs(engines, rows).values())
+
+    def run() -> torch.Tensor:
+        (result,) = loader.run(list(inputs))
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    return run
 
 
 def block_inputs(engines: EngineSet, rows: int, seed: int = 1) -> dict[str, torch.Tensor]:

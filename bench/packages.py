@@ -18,7 +18,7 @@ def measure(folder: Path, profile: Profile) -> dict[str, Any]:
     """
     profiles = {name for name, _ in block.SIDES.values()}
     forwards = (Wanted(Profile.load(name), denoiser.GRAPHS) for name in sorted(profiles))
-    seconds = compile_packages(folder, (Wanted(profile, end_to_end.GRAPHS), *block.wanted(), *forwards))
+    seconds = compile_packages(folder, (Wanted(profile, end_to_end.GRAPHS), *block.packages(), *forwards))
     return {
         "what": "compiling packages side by side",
         "host": host.describe() | {"processors": os.cpu_count()},

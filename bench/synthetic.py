@@ -64,18 +64,19 @@ E4M3_DEVIATION = 100.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """Graphs of a profile, by their names."""
+    """Graphs of a profile, by their names; `baked`: with random weights in their packages."""
 
     profile: Profile
     names: tuple[str, ...]
+    baked: bool = False
 
 
 def synthetic_store(wanted: Wanted, folder: Path) -> EngineStore:
     """A store at released dimensions: lists all graphs of the profile, and has packages of the wanted ones."""
     compile_packages(folder, (wanted,))
     checkpoint = _checkpoint(folder)
-    graphs = profile_graphs(checkpoint, wanted.profile, PARTITION, folder / "weights")
-    return EngineStore(folder, _manifest(wanted, checkpoint, folder, graphs))
+    listed = profile_graphs(checkpoint, wanted.profile, PARTITION, folder / "weights")
+    return EngineStore(folder, _manifest(wanted, checkpoint, folder, listed))
 
 
 def compile_packages(folder: Path, wanted: Iterable[Wanted], processes: int = 14) -> dict[str, float]:
@@ -84,13 +85,13 @@ def compile_packages(folder: Path, wanted: Iterable[Wanted], processes: int = 14
     Raises:
         RuntimeError: some do not compile; the others are there.
     """
-    checkpoint = _checkpoint(folder)
+    _checkpoint(folder)  # before processes would each write it
     missing = {}
     for each in wanted:
-        for graph in _graphs(each, checkpoint, folder):
-            target = _package(folder, each.profile, graph)
+        for graph in graphs(each, folder):
+            target = package(folder, graph, each)
             if not target.exists():
-                missing[target.name] = _Compilation(graph.name, each.profile, folder, target)
+                missing[target.name] = _Compilation(graph.name, each, folder, target)
     if not missing:
         return {}
     # Processes of their own: the compiler keeps state, and each wants a processor. What takes longest begins first.
@@ -187,15 +188,28 @@ def _checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint.open(path)
 
 
-def _graphs(wanted: Wanted, checkpoint: Checkpoint, folder: Path) -> tuple[Graph, ...]:
-    graphs = profile_graphs(checkpoint, wanted.profile, PARTITION, folder / "weights")
-    return tuple(graph for graph in graphs if graph.name in wanted.names)
+def graphs(wanted: Wanted, folder: Path) -> tuple[Graph, ...]:
+    """The wanted graphs at released dimensions."""
+    found = profile_graphs(_checkpoint(folder), wanted.profile, PARTITION, folder / "weights")
+    return tuple(graph for graph in found if graph.name in wanted.names)
 
 
-def _package(folder: Path, profile: Profile, graph: Graph) -> Path:
+def _drawn_on_host(binding: Binding) -> list[torch.Tensor]:
+    """Weights of the first instance, for a package of bfloat16 weights."""
+    generator, stored = torch.Generator().manual_seed(0), binding.instances[0]
+    shapes = [stored[spec.name].shape for spec in binding.inputs]
+    return [
+        torch.empty(shape, dtype=spec.dtype).normal_(0, WEIGHT_DEVIATION, generator=generator)
+        for spec, shape in zip(binding.inputs, shapes, strict=True)
+    ]
+
+
+def package(folder: Path, graph: Graph, wanted: Wanted) -> Path:
     """Where a package lies: its name tells all that it is made of, so that another source makes another file."""
     binding = bind(graph)
-    parts = describe_graph(graph, binding), _exporter()["source"], compiled_from(graph, binding, profile)
+    parts = describe_graph(graph, binding), _exporter()["source"], compiled_from(graph, binding, wanted.profile)
+    if wanted.baked:
+        return folder / f"{graph.name}.baked.{content_key(*parts)[:16]}.pt2"
     return folder / f"{graph.name}.{content_key(*parts)[:16]}.pt2"
 
 
@@ -209,24 +223,25 @@ class _Compilation:
     """A package to be made by a process of its own."""
 
     graph: str
-    profile: Profile
+    wanted: Wanted
     folder: Path
     target: Path
 
     def run(self) -> float:
         """Seconds that it takes."""
-        started = time.monotonic()
-        (graph,) = _graphs(Wanted(self.profile, (self.graph,)), _checkpoint(self.folder), self.folder)
+        started, profile = time.monotonic(), self.wanted.profile
+        (graph,) = graphs(Wanted(profile, (self.graph,)), self.folder)
         binding = bind(graph)
         work = self.target.parent / f"work.{self.target.name}"
         work.mkdir(parents=True, exist_ok=True)
-        compile_graph(graph, binding, compiled_ranges(graph, binding, self.profile), DEVICE, work / "program.pt2")
+        stored = _drawn_on_host(binding) if self.wanted.baked else None
+        compile_graph(graph, binding, compiled_ranges(graph, binding, profile), DEVICE, work / "program.pt2", stored)
         (work / "program.pt2").replace(self.target)
         return time.monotonic() - started
 
 
-def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, graphs: Sequence[Graph]) -> Manifest:
-    bindings = {graph.name: bind(graph) for graph in graphs}
+def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequence[Graph]) -> Manifest:
+    bindings = {graph.name: bind(graph) for graph in listed}
     return Manifest(
         schema_version=SCHEMA_VERSION,
         profile=wanted.profile,
@@ -234,17 +249,17 @@ def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, graphs: Sequ
         checkpoint=CheckpointRecord(root=str(checkpoint.root), layout=checkpoint.layout, fingerprint="synthetic"),
         dimensions=checkpoint.dimensions,
         tokenizer=_file(folder, checkpoint.tokenizer_file),
-        graphs={g.name: _record(wanted, folder, g, bindings[g.name]) for g in graphs},
+        graphs={g.name: _record(wanted, folder, g, bindings[g.name]) for g in listed},
         weight_files=(),
         bindings={PARTITION: {name: _regions(binding) for name, binding in bindings.items()}},
     )
 
 
 def _record(wanted: Wanted, folder: Path, graph: Graph, binding: Binding) -> EngineRecord:
-    named, package = axes(graph, binding), _package(folder, wanted.profile, graph)
+    named, file = axes(graph, binding), package(folder, graph, wanted)
     return EngineRecord(
         key="synthetic",
-        file=_file(folder, package) if graph.name in wanted.names else FileRecord(path=package.name, sha256=""),
+        file=_file(folder, file) if graph.name in wanted.names else FileRecord(path=file.name, sha256=""),
         baked={},
         instances=len(graph.weights),
         inputs=tuple(tensor_record(spec) for spec in graph.inputs),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engines import machine
+from engines import backends, machine
 from engines.backend import installed
 from engines.backends import inductor as backend
 from engines.declaration import describe_backend
@@ -98,7 +98,7 @@ def compiled_from(graph: Graph, binding: Binding, profile: Profile) -> dict[str,
         "version": installed(profile.backend),
         "device": profile.device.capability if profile.device else machine.target(_CPU),
         "ranges": {name: each.model_dump() for name, each in compiled_ranges(graph, binding, profile).items()},
-        "source": describe_backend(backend, sys.modules[__name__]),
+        "source": describe_backend(backends, sys.modules[__name__]),
         "toolchain": backend.toolchain(),
     }
 
