@@ -28,7 +28,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _fake(x: torch.Tensor) -> Quantised:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((len(x), 1), dtype=wide)
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], 1), dtype=wide)
 
 
 def rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
