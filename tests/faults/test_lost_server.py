@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -17,7 +18,10 @@ from tests.faults.http import GatewayProcess
 from tests.serving.conftest import Toy, Traces
 from tests.serving.test_life_cycle import Background
 from triton_repo.client import Client, ClientError, Failure
+from triton_repo.control import read_metrics
 from triton_repo.errors import ServerError
+from triton_repo.metric_table import WAITING
+from triton_repo.scrape import value
 from triton_repo.serving_state import ServingState
 from triton_repo.shared_memory import ROOT
 from triton_repo.watchdog import RestartPolicy, Watchdog
@@ -40,7 +44,8 @@ def test_what_a_killed_server_was_doing_fails_what_waited_runs_and_nothing_is_le
             unary = Background(lambda: Client(url).generate_unary("p", WORK))
             queued = Background(lambda: Client(url).generate("p", WORK))
             waiting = gateway.submit(size=7)
-            time.sleep(0.5)
+            for model in ("first", "h3_stream"):
+                _wait_for_a_request(watchdog, model)
             os.kill(_pid(watchdog), signal.SIGKILL)
             for call in (unary, queued):
                 lost = call.join()
@@ -60,7 +65,7 @@ def test_what_a_killed_server_was_doing_fails_what_waited_runs_and_nothing_is_le
         assert isinstance(watching.join(), ServerError)
 
 
-def _release(semaphore: threading.Semaphore):  # type: ignore[no-untyped-def]
+def _release(semaphore: threading.Semaphore) -> Callable[[str], None]:
     def told(text: str) -> None:
         if text.startswith("ready again"):
             semaphore.release()
@@ -71,6 +76,12 @@ def _release(semaphore: threading.Semaphore):  # type: ignore[no-untyped-def]
 def _pid(watchdog: Watchdog) -> int:
     assert watchdog.pid is not None
     return watchdog.pid
+
+
+def _wait_for_a_request(watchdog: Watchdog, model: str) -> None:
+    """Until one waits for the model."""
+    while not value(read_metrics(watchdog.endpoints.metrics), WAITING, model=model):
+        time.sleep(0.05)
 
 
 def _end_by_header(url: str) -> None:
