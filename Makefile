@@ -45,10 +45,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: setup ## miniature checkpoint, engines, Triton, one request: out/demo.mp4
 	$(H3TRT) demo
 
+# A process for each processor, and so a thread for each process: more would wait for one another.
 test: setup ## the whole test suite
-	$(VENV)/bin/python -m pytest -m 'not soak' -n auto --maxprocesses 4 --dist loadfile \
-	  --ignore=tests/serving --ignore=tests/pipeline --ignore=tests/faults
-	$(VENV)/bin/python -m pytest -m 'not soak' tests/serving tests/pipeline tests/faults
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m 'not soak' -n auto --maxprocesses 4 \
+	  --dist loadfile --no-loadscope-reorder
 
 soak: setup ## the tests that take longer than the test suite may
 	$(VENV)/bin/python -m pytest -m soak

@@ -28,16 +28,13 @@ MEDIA = MediaOptions(crf=18, preset="veryfast", audio_bitrate=192_000)
 
 def measure(folder: Path, profile: Profile, rounds: int = 1) -> dict[str, Any]:
     """Milliseconds of a tile, of all tiles of a clip with stitching and conversion, and of the MP4 from them."""
-    store = synthetic_store(profile, folder, ("video_decoder_tile",))
-    engines = open_engines(store)
-    dimensions = store.manifest.dimensions
-    shape = Shape.of(*canvas(ASPECT_RATIO), grid_frames(requested_frames(SECONDS), dimensions.video_vae), dimensions)
-    latents = _latents(shape, dimensions.video_vae.latent_channels)
+    engines = open_decoder(folder, profile)
+    shape, latents = clip_of(engines)
     tile = latents[:, :, :7, :16, :16].contiguous()
     one = in_turns({"tile": lambda: decode_tile(engines)(tile)})["tile"]
-    list(_frames(engines, latents))
-    clips = [_timed(lambda: [frames.cpu() for frames in _frames(engines, latents)]) for _ in range(rounds)]
-    frames = [part.cpu() for part in _frames(engines, latents)]
+    list(decoded(engines, latents))
+    clips = [_timed(lambda: [frames.cpu() for frames in decoded(engines, latents)]) for _ in range(rounds)]
+    frames = [part.cpu() for part in decoded(engines, latents)]
     media = Timing(tuple(1e3 * _timed(lambda: _encode(shape, frames)) for _ in range(rounds)))
     return {
         "what": f"decoding {shape.frames} frames of {shape.width}x{shape.height}",
@@ -48,6 +45,18 @@ def measure(folder: Path, profile: Profile, rounds: int = 1) -> dict[str, Any]:
         "mp4 from frames in host memory": media.as_json(),
         "kernels of a tile": kernels(lambda: decode_tile(engines)(tile)),
     }
+
+
+def open_decoder(folder: Path, profile: Profile) -> EngineSet:
+    """The video decoder alone, at released dimensions with random weights."""
+    return open_engines(synthetic_store(profile, folder, ("video_decoder_tile",)))
+
+
+def clip_of(engines: EngineSet) -> tuple[Shape, torch.Tensor]:
+    """A clip's shape, and random latents of it on the device."""
+    dimensions = engines.manifest.dimensions
+    shape = Shape.of(*canvas(ASPECT_RATIO), grid_frames(requested_frames(SECONDS), dimensions.video_vae), dimensions)
+    return shape, _latents(shape, dimensions.video_vae.latent_channels)
 
 
 def decode_tile(engines: EngineSet) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -61,7 +70,8 @@ def _latents(shape: Shape, channels: int) -> torch.Tensor:
     return torch.randn(sizes, device=DEVICE, generator=generator)
 
 
-def _frames(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+def decoded(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The clip's planes, chunk by chunk, on the device."""
     vae = engines.manifest.dimensions.video_vae
     quiet = Reporter(_ignore, lambda: 0.0)
     return decode_planes(latents, decode_tile(engines), vae, "bt709", quiet, Cancellation())

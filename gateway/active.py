@@ -25,11 +25,15 @@ class Stopped(Exception):
 class Active:
     """One job. `accepted` and `started` are monotonic seconds; `running`: it has left the gateway's queue.
 
-    attached: it is to be cancelled when nobody waits for it. deleting: somebody is about to remove it.
+    resolved: the request as `h3_prepare` resolved it. attached: the job is to be cancelled when nobody waits for it.
+    deleting: somebody is about to remove it.
     """
 
-    def __init__(self, job: VideoJob, asked: Asked, owner: str, attached: bool, accepted: float) -> None:
-        self.job, self.asked, self.owner, self.attached, self.accepted = job, asked, owner, attached, accepted
+    def __init__(
+        self, job: VideoJob, asked: Asked, resolved: Mapping[str, Any], owner: str, attached: bool, accepted: float
+    ) -> None:
+        self.job, self.asked, self.resolved, self.owner = job, asked, resolved, owner
+        self.attached, self.accepted = attached, accepted
         self.started: float | None = None
         self.running = False
         self.deleting = False
@@ -37,6 +41,8 @@ class Active:
         self.progress = Progress(job.outputs)
         self.log = EventLog()
         self.ended = asyncio.Event()
+        self.sizes: dict[int, int] = {}
+        self._grown = asyncio.Event()
         self._stop = asyncio.Event()
         self._why: Stopped | None = None
 
@@ -62,6 +68,24 @@ class Active:
         self.job = job
         self._tell_status(last=True)
         self.ended.set()
+        self._grown.set()
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its clips can be read while they are made."""
+        return self.resolved.get("media", {}).get("container") == "fragmented"
+
+    def grow(self, index: int, size: int) -> None:
+        """An output has so many bytes more."""
+        self.sizes[index] = self.sizes.get(index, 0) + size
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+    async def beyond(self, index: int, offset: int) -> int:
+        """The bytes of an output once it has more than `offset` or the job has ended."""
+        while self.sizes.get(index, 0) <= offset and not self.ended.is_set():
+            await self._grown.wait()
+        return self.sizes.get(index, 0)
 
     def stop(self, code: Code, reason: str) -> bool:
         """Tells the job to stop; whether it had not been told before and has not ended."""
@@ -102,9 +126,12 @@ class Active:
                 await messages.aclose()
 
     def remaining(self, now: float, expected: float) -> float:
-        """Seconds until it will probably end: by what it has done so far, else by what such jobs took."""
+        """Seconds until it will probably end: by what it has done so far, else by what the server expects of it.
+
+        expected: of any job, where the server expects nothing.
+        """
         if self.started is None or self.progress.percent < 5:
-            return expected
+            return expected if self.job.estimate_s is None else self.job.estimate_s
         elapsed = now - self.started
         return elapsed * (100 - self.progress.percent) / self.progress.percent
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -27,8 +26,9 @@ from gateway.settings import GatewaySettings
 from gateway.store import JobStore
 from gateway.videos import Videos
 from runtime.refusal import show
+from triton_repo.logs import Log
 
-_log = logging.getLogger("h3.gateway")
+_log = Log("gateway")
 
 
 class Gateway:
@@ -54,7 +54,7 @@ class Gateway:
             redoc_url=None,
             redirect_slashes=False,
         )
-        Videos(self.jobs, clips, settings).add_to(self.app)
+        Videos(self.jobs, clips, settings, metrics).add_to(self.app)
         Operations(self.jobs, self._models, metrics).add_to(self.app)
         self.app.add_middleware(Guard, settings=settings, metrics=metrics)
         for error, answer in (
@@ -71,7 +71,7 @@ class Gateway:
         await self._database.open()
         await self._models.open()
         interrupted = await self.jobs.recover()
-        _log.info("ready", extra={"interrupted_jobs": interrupted})
+        _log.info("ready", interrupted_jobs=interrupted)
         sweeping = asyncio.create_task(self.jobs.sweep_for_ever())
         try:
             yield

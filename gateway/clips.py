@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from gateway.job import JOB_ID
 
@@ -27,26 +28,33 @@ class Clips:
             raise ValueError(f"not the id of a job: {job_id!r}")
         return self._folder / job_id / f"{index}.mp4"
 
-    def write(self, job_id: str, index: int, mp4: bytes) -> None:
-        """Puts an output where nobody sees it yet, on the disk and not only in memory. Raises OSError."""
-        folder = self._unfinished(job_id)
+    def append(self, job_id: str, index: int, piece: bytes) -> None:
+        """Adds the next bytes of an output, which is not finished with them. Raises OSError."""
+        folder = self.unfinished(job_id)
         folder.mkdir(exist_ok=True)
-        with (folder / f"{index}.mp4").open("wb") as file:
-            file.write(mp4)
-            file.flush()
-            os.fsync(file.fileno())
+        with (folder / f"{index}.mp4").open("ab") as file:
+            file.write(piece)
 
     def publish(self, job_id: str) -> int:
-        """Makes all outputs of a job visible at once; their bytes together. Raises OSError."""
-        folder = self._unfinished(job_id)
-        size = sum(one.stat().st_size for one in folder.iterdir())
+        """Finishes all outputs of a job at once, on the disk and not only in memory; their bytes. Raises OSError."""
+        folder, size = self.unfinished(job_id), 0
+        for one in folder.iterdir():
+            size += one.stat().st_size
+            _sync(one)
         folder.rename(self._folder / job_id)
-        self._sync()
+        _sync(self._folder)
         return size
+
+    def opened(self, job_id: str, index: int) -> BinaryIO:
+        """An output to read from, of a job that may end meanwhile. Raises FileNotFoundError."""
+        try:
+            return (self.unfinished(job_id) / f"{index}.mp4").open("rb")
+        except FileNotFoundError:
+            return self.path(job_id, index).open("rb")
 
     def remove(self, job_id: str) -> None:
         """Removes what there is of a job, finished or not. A reader that has a file open keeps it."""
-        for folder in (self._unfinished(job_id), self._folder / job_id):
+        for folder in (self.unfinished(job_id), self._folder / job_id):
             gone = folder.with_suffix(_REMOVED)
             with suppress(FileNotFoundError):
                 folder.rename(gone)
@@ -58,12 +66,15 @@ class Clips:
             if folder.name not in finished:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _unfinished(self, job_id: str) -> Path:
+    def unfinished(self, job_id: str) -> Path:
+        """The folder of a job that has not ended."""
         return self.path(job_id, 0).parent.with_suffix(_UNFINISHED)
 
-    def _sync(self) -> None:
-        handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+
+def _sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, would survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
 
-from triton_repo.messages import REFUSAL, ClientError, Failure
+from triton_repo.messages import REFUSAL, ClientError, Failure, is_impossible, is_late
 
 
 class Code(StrEnum):
@@ -26,6 +26,8 @@ class Code(StrEnum):
     RANGE = "range_not_satisfiable"
     JOB_FAILED = "job_failed"
     QUEUE_FULL = "queue_full"
+    IMPOSSIBLE = "deadline"
+    LATE = "late"
     CANCELLED = "cancelled"
     INTERNAL = "internal"
     UNAVAILABLE = "unavailable"
@@ -54,6 +56,8 @@ _STATUS = {
     Code.RANGE: HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
     Code.JOB_FAILED: HTTPStatus.UNPROCESSABLE_ENTITY,
     Code.QUEUE_FULL: HTTPStatus.TOO_MANY_REQUESTS,
+    Code.IMPOSSIBLE: HTTPStatus.UNPROCESSABLE_ENTITY,
+    Code.LATE: HTTPStatus.TOO_MANY_REQUESTS,
     Code.CANCELLED: HTTPStatus.CONFLICT,
     Code.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
     Code.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -70,6 +74,10 @@ _FAILURES = {
     Failure.UNAVAILABLE: Code.UNAVAILABLE,
     Failure.INTERNAL: Code.INTERNAL,
 }
+
+
+RETRY_SECONDS = 5
+"""What a client is told to wait for a server that does not say it itself."""
 
 
 class ApiError(Exception):
@@ -95,6 +103,10 @@ class ApiError(Exception):
 def of_models(error: ClientError) -> ApiError:
     """What a failure of the models is to a client of the gateway."""
     text = str(error)
+    retry = RETRY_SECONDS if error.failure is Failure.UNAVAILABLE else None
+    if is_late(error):
+        return ApiError(Code.LATE, text, "deadline", retry)
+    if is_impossible(error):
+        return ApiError(Code.IMPOSSIBLE, text, "deadline")
     named = REFUSAL.match(text) if error.failure is Failure.INVALID else None
-    retry = 5 if error.failure is Failure.UNAVAILABLE else None
     return ApiError(_FAILURES[error.failure], text, named["field"] if named else None, retry)

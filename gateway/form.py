@@ -13,19 +13,27 @@ from typing import Any, get_args
 from gateway.errors import ApiError, Code
 from gateway.models import Asked
 from gateway.multipart import Part
-from runtime.contract import EXTRA, FIELD, GROUPS, MEDIA_BYTES, PARAMETERS_BYTES, PROMPT, PROMPT_CHARACTERS
-from runtime.kinds import AspectRatio, Choice, Sides, Text, WholeSeconds
+from runtime.contract import EXTRA, FIELD, GROUPS, MEDIA_BYTES, PARAMETERS_BYTES, PROMPT, PROMPT_CHARACTERS, Field
+from runtime.kinds import AspectRatio, Choice, Integer, Sides, Text, WholeSeconds
 from runtime.media.facts import Kind as MediaKind
 from runtime.media.formats import format_of
 from runtime.media.limits import LIMITS
 from runtime.reference_kinds import MEDIA_KINDS
 from runtime.refusal import RequestError
 from runtime.request import parse_params
+from triton_repo.names import HIGH, NORMAL
 
 INPUT, INPUTS = "input_reference", "input_references"
 FIRST, LAST = "first_frame", "last_frame"
 FILE_FIELDS = (INPUT, INPUTS, FIRST, LAST)
 """The fields that are files. INPUTS may be given several times."""
+
+PRIORITY = Field(
+    "priority",
+    Integer(HIGH, NORMAL),
+    f"{HIGH}: before all jobs that have {NORMAL}; of a job, and no key of the parameters",
+    NORMAL,
+)
 
 EXCLUSIVE = (
     (INPUTS, (INPUT, "image_reference", "video_reference")),
@@ -75,7 +83,8 @@ def asked_of_form(parts: Sequence[Part]) -> Asked:
     prompt = texts.pop(PROMPT.name, None)
     params = {name: value_of(name, text) for name, text in texts.items()}
     media, named = _media(files)
-    return Asked(prompt_of(prompt), {**_order(files, named, given), **params}, media)
+    priority = priority_of(params.pop(PRIORITY.name, PRIORITY.default))
+    return Asked(prompt_of(prompt), {**_order(files, named, given), **params}, media, priority)
 
 
 def asked_of_json(body: bytes) -> Asked:
@@ -84,7 +93,8 @@ def asked_of_json(body: bytes) -> Asked:
         params = parse_params(body)
     except RequestError as error:
         raise refused(error) from None
-    return Asked(prompt_of(params.pop(PROMPT.name, None)), params, {})
+    priority = priority_of(params.pop(PRIORITY.name, PRIORITY.default))
+    return Asked(prompt_of(params.pop(PROMPT.name, None)), params, {}, priority)
 
 
 def prompt_of(value: object) -> str:
@@ -93,6 +103,14 @@ def prompt_of(value: object) -> str:
         raise ApiError(Code.INVALID, f"{PROMPT.name}: missing; {PROMPT.kind.rule}", PROMPT.name)
     try:
         return str(PROMPT.check(PROMPT.name, value))
+    except RequestError as error:
+        raise refused(error) from None
+
+
+def priority_of(value: object) -> int:
+    """How urgent a request is. Raises ApiError."""
+    try:
+        return int(str(PRIORITY.check(PRIORITY.name, value)))
     except RequestError as error:
         raise refused(error) from None
 

@@ -77,6 +77,7 @@ class VideoJob(BaseModel):
     duration_s: float
     stage_durations: dict[str, float] = Field(default_factory=dict, description="seconds of each stage")
     peak_memory_mb: float | None = Field(default=None, description="null: the server does not report it")
+    estimate_s: float | None = Field(default=None, description="what the server expected it to take, without waiting")
     outputs: int = Field(description="clips of the job; /content?index=N gives each, /content?archive=zip all")
     queue_position: int | None = Field(default=None, description="jobs that are before this one; null once it runs")
     resolved: ResolvedSummary
@@ -101,11 +102,12 @@ def queued(job_id: str, prompt: str, model: str, resolved: Mapping[str, Any], cr
         prompt=prompt,
         size=f"{resolved['width']}x{resolved['height']}",
         seconds=f"{resolved['seconds']:.3f}".rstrip("0").rstrip("."),
-        quality=resolved.get("quality", "lossless"),
+        quality=resolved["quality"]["tier"],
         created_at=created_at,
         fps=resolved["fps"],
         num_frames=resolved["frames"],
         duration_s=resolved["seconds"],
         outputs=resolved["outputs"],
+        estimate_s=(resolved.get("estimate") or {}).get("seconds"),
         resolved=ResolvedSummary.model_validate(resolved),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -21,10 +20,14 @@ from gateway.metrics import GatewayMetrics
 from gateway.models import Asked, Message, Models
 from gateway.settings import HELD_BYTES, JOBS_KEPT, PREPARE_SECONDS, SERVED_MODEL, GatewaySettings
 from gateway.store import JobStore, Known
-from triton_repo.messages import ClientError, Failure, is_queue_full
+from triton_repo.logs import Log
+from triton_repo.messages import ClientError, Failure, is_passing
 
 RETRY_SECONDS = 1.0
-"""Until a job is offered again to a server whose own queue was full, because others use it too."""
+"""Until a job that has not begun is offered again to a server that is full, because others use it too, or away."""
+
+PATIENCE_SECONDS = 180.0
+"""How long that is done: a server that is started again needs less."""
 
 SWEEP_SECONDS = 60.0
 LONGEST_RETRY = 3600
@@ -32,7 +35,7 @@ EXPECTED_SECONDS = 30.0
 """Of a job, before any has ended."""
 
 _STORAGE = (OSError, sqlite3.Error)
-_log = logging.getLogger("h3.gateway")
+_log = Log("gateway")
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,14 @@ class Jobs:
         await self.sweep()
         return interrupted
 
-    async def dry_run(self, asked: Asked) -> Mapping[str, Any]:
-        """The request as it would be run. Raises ApiError."""
+    async def dry_run(self, asked: Asked, job_id: str | None = None) -> Mapping[str, Any]:
+        """The request as it would be run, with an estimate of what it takes. Raises ApiError."""
         try:
-            return await self._models.resolve(asked, PREPARE_SECONDS)
+            resolved = await self._models.resolve(asked, PREPARE_SECONDS, job_id or new_id())
         except ClientError as error:
             raise of_models(error) from None
+        self._check_deadline(asked, resolved)
+        return resolved
 
     async def submit(self, asked: Asked, owner: str, key: str | None = None, attached: bool = False) -> VideoJob:
         """Accepts a request as a job, or finds the job that its idempotency key stands for. Raises ApiError.
@@ -93,18 +98,19 @@ class Jobs:
         if key is not None and (known := await self._database(JobStore.known, owner, key)) is not None:
             return self._same(known, fingerprint)
         with self._room_for(asked):
-            resolved = await self.dry_run(asked)
-            job = queued(new_id(), asked.prompt, SERVED_MODEL, resolved, int(self._clock.wall()))
+            job_id = new_id()
+            resolved = await self.dry_run(asked, job_id)
+            job = queued(job_id, asked.prompt, SERVED_MODEL, resolved, int(self._clock.wall()))
             try:
                 known = await self._database(JobStore.add, job, owner, key, fingerprint)
             except sqlite3.Error as error:
                 raise ApiError(Code.STORAGE, f"the job cannot be stored: {error}", retry_after=60) from None
             if known is not None:
                 return self._same(known, fingerprint)
-            active = Active(job, asked, owner, attached, self._clock.monotonic())
+            active = Active(job, asked, resolved, owner, attached, self._clock.monotonic())
             self._active[job.id] = active
         self._metrics.accepted.inc()
-        _log.info("job accepted", extra={"request_id": job.id})
+        _log.info("accepted", request=job.id)
         self._dispatch()
         return self._seen(active)
 
@@ -161,7 +167,7 @@ class Jobs:
         self.draining = True
         self._metrics.draining.set(1)
         accepted = list(self._active.values())
-        _log.info("draining", extra={"jobs": len(accepted)})
+        _log.info("draining", jobs=len(accepted))
         await _all_ended(accepted, seconds)
         cut = [one for one in accepted if not one.ended.is_set()]
         for one in cut:
@@ -189,7 +195,7 @@ class Jobs:
             try:
                 await self.sweep()
             except _STORAGE as error:
-                _log.error("the jobs could not be swept: %s", error)
+                _log.warning("the jobs could not be swept", reason=str(error))
 
     def retry_after(self) -> int:
         """Whole seconds after which there is probably room for another job: until the first that runs will end."""
@@ -232,17 +238,33 @@ class Jobs:
             self._reserved_bytes -= asked.size
 
     def _waiting(self) -> list[Active]:
-        return [one for one in self._active.values() if not one.running and not one.ended.is_set()]
+        """The jobs that have not been sent, the next one first."""
+        waiting = [one for one in self._active.values() if not one.running and not one.ended.is_set()]
+        return sorted(waiting, key=lambda one: one.asked.priority)
+
+    def _check_deadline(self, asked: Asked, resolved: Mapping[str, Any]) -> None:
+        """Refuses a request that the jobs waiting here make too late; the server knows of those that it has."""
+        deadline, estimate = resolved.get("deadline"), resolved.get("estimate") or {}
+        before = [one for one in self._waiting() if one.asked.priority <= asked.priority]
+        if deadline is None or not before:
+            return
+        now = self._clock.monotonic()
+        ahead = sum(one.remaining(now, self._mean_seconds) for one in before)
+        queue = (estimate.get("queue") or {}).get("seconds") or 0.0
+        whole = ahead + queue + (estimate.get("seconds") or 0.0)
+        if whole > deadline:
+            text = f"deadline: got {deadline:g}; the request would be ready in about {whole:.1f} s, most of it waiting"
+            raise ApiError(Code.LATE, text, "deadline", self.retry_after())
 
     def _dispatch(self) -> None:
         """Sends waiting jobs to the server while it may have more."""
-        while (waiting := self._waiting()) and self._running() < self._settings.concurrency:
+        while (waiting := self._waiting()) and self._at_work() < self._settings.concurrency:
             waiting[0].running = True
             self._spawn(self._run(waiting[0]))
         self._metrics.waiting.set(len(self._waiting()))
-        self._metrics.running.set(self._running())
+        self._metrics.running.set(self._at_work())
 
-    def _running(self) -> int:
+    def _at_work(self) -> int:
         return sum(one.running for one in self._active.values())
 
     def _spawn(self, work: Any) -> None:
@@ -260,7 +282,8 @@ class Jobs:
         """One job from its turn to its end."""
         size = 0
         try:
-            while not await self._generated(active):
+            until = self._clock.monotonic() + PATIENCE_SECONDS
+            while not await self._generated(active, until):
                 await active.pause(RETRY_SECONDS)
             size = await asyncio.to_thread(self._clips.publish, active.job.id)
             ended = self._completed(active)
@@ -271,24 +294,26 @@ class Jobs:
             ended = active.job.failed(refused.code, refused.message)
         except OSError as error:
             ended = active.job.failed(Code.STORAGE, f"the clip could not be stored: {error.strerror}")
-        except Exception:
-            _log.exception("a job failed", extra={"request_id": active.job.id})
+        except Exception as error:
+            _log.error("failed", error, request=active.job.id)
             ended = active.job.failed(Code.INTERNAL, "the gateway failed; its log says why")
         await self._end(active, ended, size)
 
-    async def _generated(self, active: Active) -> bool:
-        """Makes and stores the clips of a job; False when the server's queue was full. Raises Stopped, ClientError."""
+    async def _generated(self, active: Active, until: float) -> bool:
+        """Makes and stores the clips of a job; False when it should be tried again, which is not after `until`.
+
+        Raises Stopped, ClientError, OSError.
+        """
+        generation = self._models.generate(active.asked, active.resolved, active.job.id)
         try:
-            async with aclosing(active.until_stopped(self._models.generate(active.asked, active.job.id))) as messages:
-                made = 0
+            async with aclosing(active.until_stopped(generation)) as messages:
                 async for message in messages:
                     await self._take(active, message)
-                    made += message.mp4 is not None
         except ClientError as error:
-            if is_queue_full(error):
+            if active.started is None and is_passing(error) and self._clock.monotonic() < until:
                 return False
             raise
-        if made != active.job.outputs:
+        if sorted(active.sizes) != list(range(active.job.outputs)):
             raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
         return True
 
@@ -301,10 +326,10 @@ class Jobs:
                 await self._database(JobStore.save, active.job)
         if message.event is not None:
             active.see(message.event)
-        if message.mp4 is not None:
-            await asyncio.to_thread(self._clips.write, active.job.id, message.index, message.mp4)
-            self._metrics.bytes.inc(len(message.mp4))
-            active.progress.made_one()
+        if message.piece is not None:
+            await asyncio.to_thread(self._clips.append, active.job.id, message.index, message.piece)
+            self._metrics.bytes.inc(len(message.piece))
+            active.grow(message.index, len(message.piece))
 
     def _completed(self, active: Active) -> VideoJob:
         assert active.started is not None
@@ -333,7 +358,7 @@ class Jobs:
         del self._active[job.id]
         self._metrics.job_ended(job, now - active.accepted)
         code = None if job.error is None else str(job.error.code)
-        _log.info("job ended", extra={"request_id": job.id, "status": job.status, "code": code})
+        _log.info("ended", request=job.id, status=job.status, code=code, seconds=round(now - active.accepted, 3))
         self._dispatch()
         if job.status == "completed":
             with suppress(*_STORAGE):
@@ -347,7 +372,7 @@ class Jobs:
             await self._database(JobStore.save, job, size)
             return job
         except _STORAGE as error:
-            _log.error("a job could not be stored: %s", error, extra={"request_id": job.id})
+            _log.warning("the job could not be stored", request=job.id, reason=str(error))
             await asyncio.to_thread(self._clips.remove, job.id)
             if job.status == "completed":
                 job = job.failed(Code.STORAGE, f"the job could not be stored: {error}", file_name=None, media_type=None)

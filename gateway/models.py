@@ -16,14 +16,16 @@ from tritonclient.utils import InferenceServerException
 from runtime.references import sha256_of
 from triton_repo.messages import (
     Files,
+    call_options,
     client_error,
     is_final,
     optional_bytes,
+    output_index,
     request_inputs,
     required_text,
     told,
 )
-from triton_repo.names import PREPARE, STREAM
+from triton_repo.names import NORMAL, PREPARE, STREAM
 
 _CHANNEL = [
     # Longest pause before another try to reach a server that went away; gRPC's own is two minutes.
@@ -36,11 +38,12 @@ _CHANNEL = [
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for the models: the prompt, the parameters object, the files by kind."""
+    """A request for the models: the prompt, the parameters object, the files by kind, how urgent it is."""
 
     prompt: str
     params: Mapping[str, Any]
     files: Files
+    priority: int = NORMAL
 
     @property
     def size(self) -> int:
@@ -49,18 +52,18 @@ class Asked:
 
     def fingerprint(self) -> str:
         """What two requests have in common if and only if they ask for the same."""
-        text = json.dumps([self.prompt, self.params], sort_keys=True)
+        text = json.dumps([self.prompt, self.params, self.priority], sort_keys=True)
         digests = [(kind, [sha256_of(one) for one in elements]) for kind, elements in sorted(self.files.items())]
         return sha256_of(json.dumps([text, digests]).encode())
 
 
 @dataclass(frozen=True)
 class Message:
-    """What `h3_stream` says: a progress event, or an output's MP4."""
+    """What `h3_stream` says: a progress event, or the next bytes of an output's MP4, which may be all of them."""
 
     event: Mapping[str, Any] | None = None
     index: int = 0
-    mp4: bytes | None = None
+    piece: bytes | None = None
 
 
 class Models(Protocol):
@@ -72,11 +75,14 @@ class Models(Protocol):
     async def close(self) -> None:
         """Ends all calls."""
 
-    async def resolve(self, asked: Asked, seconds: float) -> Mapping[str, Any]:
-        """The request with every choice made; nothing is generated."""
+    async def resolve(self, asked: Asked, seconds: float, request_id: str) -> Mapping[str, Any]:
+        """The request with every choice made and an estimate of what it takes; nothing is generated."""
 
-    def generate(self, asked: Asked, request_id: str) -> AsyncIterator[Message]:
-        """The messages of one generation. Closing the iterator before its end cancels on the server."""
+    def generate(self, asked: Asked, resolved: Mapping[str, Any], request_id: str) -> AsyncIterator[Message]:
+        """The messages of one generation, whose request `resolve` has resolved.
+
+        Closing the iterator before its end cancels on the server.
+        """
 
     async def ready(self) -> bool:
         """Whether both models can be called."""
@@ -97,18 +103,21 @@ class TritonModels:
         """See Models."""
         await self._client.close()
 
-    async def resolve(self, asked: Asked, seconds: float) -> Mapping[str, Any]:
+    async def resolve(self, asked: Asked, seconds: float, request_id: str) -> Mapping[str, Any]:
         """See Models."""
         outputs = [InferRequestedOutput("RESOLVED")]
         with told():
             inputs = request_inputs(asked.prompt, asked.params, asked.files)
             # Not MEDIA: the files would come back.
-            result = await self._client.infer(PREPARE, inputs, outputs=outputs, client_timeout=seconds)
+            result = await self._client.infer(
+                PREPARE, inputs, outputs=outputs, client_timeout=seconds, request_id=request_id
+            )
         return json.loads(required_text(result, "RESOLVED"))
 
-    async def generate(self, asked: Asked, request_id: str) -> AsyncIterator[Message]:
+    async def generate(self, asked: Asked, resolved: Mapping[str, Any], request_id: str) -> AsyncIterator[Message]:
         """See Models."""
-        call = self._client.stream_infer(_one(request_inputs(asked.prompt, asked.params, asked.files), request_id))
+        inputs = request_inputs(asked.prompt, asked.params, asked.files)
+        call = self._client.stream_infer(_one(inputs, call_options(resolved, request_id, asked.priority)))
         # Triton 2.51 may die of a cancellation that meets a request as it ends, so that is never cancelled.
         ended = False
         try:
@@ -132,14 +141,15 @@ class TritonModels:
 
 
 def _message(result: InferResult) -> Message:
-    event, mp4 = optional_bytes(result, "EVENT"), optional_bytes(result, "MP4")
-    index = 0 if mp4 is None else int(result.as_numpy("INDEX")[0])
-    return Message(None if event is None else json.loads(event), index, mp4)
+    event, mp4, fragment = (optional_bytes(result, name) for name in ("EVENT", "MP4", "FRAGMENT"))
+    piece = fragment if mp4 is None else mp4
+    index = 0 if piece is None else output_index(result)
+    return Message(None if event is None else json.loads(event), index, piece)
 
 
-async def _one(inputs: list[InferInput], request_id: str) -> AsyncIterator[dict[str, Any]]:
+async def _one(inputs: list[InferInput], options: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """The one request of a stream, which is then closed on this side: Triton cannot stop while one is open."""
-    yield {"model_name": STREAM, "inputs": inputs, "request_id": request_id}
+    yield {"model_name": STREAM, "inputs": inputs, **options}
 
 
 @contextmanager

@@ -68,7 +68,8 @@ class Progress:
 
     def __init__(self, outputs: int) -> None:
         self._outputs = outputs
-        self._made = 0
+        self._decoded = 0
+        self._tiles = 0
         self._seconds: dict[str, float] = {}
         self._entered: tuple[str, float] | None = None
         self.percent = 0
@@ -83,12 +84,11 @@ class Progress:
         low, high = _SHARES.get(stage, (0, 0))
         part = event["index"] / max(event["total"], 1)
         if stage == "decode":
-            part = (self._made + part) / self._outputs
+            # Each output counts its tiles from the beginning.
+            self._decoded += event["index"] < self._tiles
+            self._tiles = event["index"]
+            part = (self._decoded + part) / self._outputs
         self.percent = max(self.percent, min(99, int(low + part * (high - low))))
-
-    def made_one(self) -> None:
-        """An output is finished."""
-        self._made += 1
 
     @property
     def stage_durations(self) -> dict[str, float]:

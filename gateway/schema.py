@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from gateway.errors import Code
-from gateway.form import FILE_FIELDS, FIRST, INPUT, INPUTS, LAST
+from gateway.form import FILE_FIELDS, FIRST, INPUT, INPUTS, LAST, PRIORITY
 from gateway.job import MEDIA_TYPE, VideoJob
 from gateway.progress import LAST_ID
 from runtime.contract import EXTRA, FIELDS, GROUPS, PROMPT, Field
@@ -141,7 +141,13 @@ def _body(files: dict[str, Schema]) -> Schema:
     extra = {"type": "object", "properties": parameters, "additionalProperties": False}
     return {
         "type": "object",
-        "properties": {PROMPT.name: _field(PROMPT), **parameters, EXTRA: extra, **files},
+        "properties": {
+            PROMPT.name: _field(PROMPT),
+            PRIORITY.name: _field(PRIORITY),
+            **parameters,
+            EXTRA: extra,
+            **files,
+        },
         "required": [PROMPT.name],
         "additionalProperties": False,
     }
@@ -196,7 +202,10 @@ _ANSWERS: dict[str, tuple[dict[int, Schema], tuple[int, ...]]] = {
     "create_and_wait": ({200: _CLIPS}, (*_REFUSALS, 409)),
     "dry_run": ({}, _REFUSALS),
     "list_jobs": ({}, (400, 401, 403)),
-    "job": ({status: {"model": VideoJob | ErrorAnswer} for status in (400, 409, 500, 503, 504, 507)}, (401, 403, 404)),
+    "job": (
+        {status: {"model": VideoJob | ErrorAnswer} for status in (400, 409, 422, 429, 500, 503, 504, 507)},
+        (401, 403, 404),
+    ),
     "delete": ({}, (400, 401, 403, 404, 409)),
     "content": (
         {200: _CLIPS, 206: {"content": {MEDIA_TYPE: _STREAMED, "multipart/byteranges": _STREAMED}}},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Header, Path, Query, Request, Response
@@ -17,8 +18,10 @@ from gateway.archive import zipped
 from gateway.body import read_asked
 from gateway.clips import Clips
 from gateway.errors import ApiError, Code
+from gateway.following import following
 from gateway.job import JOB_ID, MEDIA_TYPE, VideoJob
 from gateway.jobs import Jobs
+from gateway.metrics import GatewayMetrics
 from gateway.models import Asked
 from gateway.progress import LAST_ID
 from gateway.schema import REQUEST_BODY, answers
@@ -70,8 +73,8 @@ class Deleted(BaseModel):
 class Videos:
     """The handlers, which share the jobs, the clips and a limit on bodies that are read at once."""
 
-    def __init__(self, jobs: Jobs, clips: Clips, settings: GatewaySettings) -> None:
-        self._jobs, self._clips, self._settings = jobs, clips, settings
+    def __init__(self, jobs: Jobs, clips: Clips, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._jobs, self._clips, self._settings, self._metrics = jobs, clips, settings, metrics
         self._uploads = asyncio.Semaphore(UPLOADS)
 
     def add_to(self, app: FastAPI) -> None:
@@ -96,20 +99,26 @@ class Videos:
 
     async def create(self, request: Request, idempotency_key: IdempotencyKey = None) -> VideoJob:
         """Accept a request as a job. The body may also be JSON: the parameters object of the request page."""
-        asked = await self._read(request)
-        return await self._jobs.submit(asked, request.state.owner, idempotency_key)
+        return await self._submitted(request, idempotency_key)
 
     async def dry_run(self, request: Request) -> Mapping[str, Any]:
         """Say what a request would become, with every default and derived size; nothing is generated."""
         return await self._jobs.dry_run(await self._read(request))
 
     async def create_and_wait(self, request: Request, idempotency_key: IdempotencyKey = None) -> Response:
-        """Make a clip and answer with it; of several outputs with a ZIP. Closing the connection cancels."""
-        asked = await self._read(request)
-        owner = request.state.owner
-        job = await self._jobs.submit(asked, owner, idempotency_key, attached=True)
+        """Make a clip and answer with it; of several outputs with a ZIP. Closing the connection cancels.
+
+        A fragmented clip of one output is sent while it is made.
+        """
+        job = await self._submitted(request, idempotency_key, attached=True)
         if (active := self._jobs.active(job.id)) is not None:
-            await self._ended(request, active)
+            streamed = active.streamed and job.outputs == 1
+            async with AsyncExitStack() as waiting:
+                await waiting.enter_async_context(self._jobs.waiting_for(active))
+                moment = active.beyond(0, 0) if streamed else active.ended.wait()
+                if await self._reached(request, active, moment) and not active.ended.is_set():
+                    return self._streamed(active, 0, waiting.pop_all())
+            await active.ended.wait()
             job = active.job
         if job.error is not None:
             raise ApiError(job.error.code, job.error.message)
@@ -146,8 +155,16 @@ class Videos:
         index: Annotated[int, Query(ge=0, le=9, description="which output")] = 0,
         archive: Annotated[Literal["zip"] | None, Query(description="all outputs in one ZIP")] = None,
     ) -> Response:
-        """The finished MP4. Range requests are answered with the parts they ask for."""
+        """The finished MP4; Range requests are answered with the parts they ask for.
+
+        A fragmented one is sent from its beginning while it is made.
+        """
         job = await self._jobs.get(job_id, request.state.owner)
+        active = self._jobs.active(job_id)
+        if active is not None and active.streamed and archive is None and index < job.outputs:
+            if await active.beyond(index, 0) and not active.ended.is_set():
+                return self._streamed(active, index, AsyncExitStack())
+            job = active.job
         if job.error is not None:
             raise ApiError(Code.JOB_FAILED, f"{job_id} failed with {job.error.code}: {job.error.message}")
         if job.status != "completed":
@@ -178,11 +195,11 @@ class Videos:
         if active is None:
             yield f"id: {LAST_ID}\nevent: status\ndata: {json.dumps(job.model_dump(mode='json'))}\n\n".encode()
             return
-        following = active.log.follow(after)
+        events = active.log.follow(after)
         waiting: asyncio.Future[Any] | None = None
         try:
             while True:
-                waiting = waiting or asyncio.ensure_future(anext(following, None))
+                waiting = waiting or asyncio.ensure_future(anext(events, None))
                 done, _ = await asyncio.wait({waiting}, timeout=PING_SECONDS)
                 if not done:
                     yield b": still there\n\n"  # or a proxy would end a connection that says nothing
@@ -195,6 +212,25 @@ class Videos:
             if waiting is not None:
                 waiting.cancel()
 
+    def _streamed(self, active: Active, index: int, waiting: AsyncExitStack) -> Response:
+        """An output while it is made. waiting: what to leave when that is over."""
+
+        async def pieces() -> AsyncIterator[bytes]:
+            async with waiting:
+                async for piece in following(self._clips, active, index):
+                    yield piece
+
+        known = {"X-Request-Id": active.job.id, "X-Model": active.job.model}
+        return StreamingResponse(pieces(), media_type=MEDIA_TYPE, headers=known)
+
+    async def _submitted(self, request: Request, key: str | None, attached: bool = False) -> VideoJob:
+        """The job that a request is accepted as. Raises ApiError."""
+        try:
+            return await self._jobs.submit(await self._read(request), request.state.owner, key, attached)
+        except ApiError as error:
+            self._metrics.refused.labels(error.code).inc()
+            raise
+
     async def _read(self, request: Request) -> Asked:
         """The request in a body. Raises ApiError, also when too many bodies are being read."""
         if self._uploads.locked():
@@ -202,20 +238,19 @@ class Videos:
         async with self._uploads:
             return await read_asked(request)
 
-    async def _ended(self, request: Request, active: Active) -> None:
-        """Waits until a job has ended, its client has gone, or it took too long."""
+    async def _reached(self, request: Request, active: Active, moment: Coroutine[Any, Any, Any]) -> bool:
+        """Waits for a moment of a job; False when its client went away before, or it took too long, which ends it."""
         seconds = self._settings.sync_seconds
-        gone, ended = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(active.ended.wait())
+        gone, reached = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(moment)
         try:
-            async with self._jobs.waiting_for(active):
-                await asyncio.wait({gone, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                if not ended.done() and not gone.done():
-                    text = f"the clip was not ready after {seconds:g} s; POST /v1/videos makes it without waiting"
-                    self._jobs.stop(active, Code.TIMEOUT, text)
-            await active.ended.wait()
+            await asyncio.wait({gone, reached}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done() and not reached.done():
+                text = f"the clip was not ready after {seconds:g} s; POST /v1/videos makes it without waiting"
+                self._jobs.stop(active, Code.TIMEOUT, text)
+            return reached.done()
         finally:
             gone.cancel()
-            ended.cancel()
+            reached.cancel()
 
     async def _clip(self, job: VideoJob, index: int, archive: bool, headers: Mapping[str, str]) -> Response:
         paths = [self._clips.path(job.id, output) for output in range(job.outputs)]

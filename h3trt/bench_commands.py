@@ -26,6 +26,7 @@ class Subject(StrEnum):
     VAE = "vae"
     END_TO_END = "end-to-end"
     QUALITY = "quality"
+    TAIL = "tail"
 
 
 def register(app: typer.Typer) -> None:
@@ -50,6 +51,7 @@ def bench(
     """Measure on this machine's GPU, at released dimensions, with random weights and data.
 
     attention: kernels, their errors, and what skipping saves. gemm: the block's products. rows: the work between them.
+    tail: decoding and encoding one after the other and side by side, on a GPU or with the profile cpu.
     block: one transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles
     of a clip and its MP4. end-to-end: a request, by stages. quality: clips of every tier of a profile, or of a store on
     any machine, beside lossless ones.
@@ -60,12 +62,26 @@ def bench(
         return
     from bench import report
 
+    if subject is Subject.TAIL:
+        _tail(profile, _made(work / "tail"), out)
+        return
     # What is measured is the first tier; engines of others would only take time to compile.
     loaded = _on_this_gpu(profile).model_copy(update={"quality": {}})
     measured = _measure(subject, loaded, _made(work), rows, forwards)()
     for file in report.write(measured, out, subject.replace("-", "_")):
         console.line(f"{file}")
     console.line(report.table(measured))
+
+
+def _tail(profile: str, work: Path, out: Path) -> None:
+    from bench import tail
+    from engines.profile import Profile
+
+    loaded = Profile.load(profile)
+    measured = tail.measure(work, _on_this_gpu(profile) if loaded.on_gpu else loaded)
+    for file in tail.write(measured, out, f"tail.{loaded.name}" if loaded.on_gpu else "tail"):
+        console.line(f"{file}")
+    console.line(tail.table(measured))
 
 
 def _on_this_gpu(profile: str) -> Profile:

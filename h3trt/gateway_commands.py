@@ -39,12 +39,15 @@ def gateway(
 ) -> None:
     """Serve /v1/videos over HTTP, and a web page, in front of a Triton server, until Ctrl-C or SIGTERM.
 
-    Stopping refuses new jobs and lets the accepted ones finish; a second Ctrl-C ends them at once.
+    Stopping refuses new jobs and lets the accepted ones finish; a second Ctrl-C ends them at once. Its log goes to
+    standard error, one JSON object a line.
     """
     from gateway.keys import Keys
     from gateway.server import serve
     from gateway.settings import GatewaySettings
+    from triton_repo.logs import set_up
 
+    set_up()
     settings = GatewaySettings(
         triton=triton,
         folder=folder,

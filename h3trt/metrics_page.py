@@ -43,7 +43,7 @@ _REST = """## Logs
 
 The models write JSON objects, one a line, into the server's log (`build/triton/PROFILE/server.log`; the one before is
 kept as `server.log.1`), among Triton's own lines. `h3trt serve --log-json` writes the whole log to standard output,
-each line a JSON object.
+each line a JSON object. The gateway writes such lines to standard error.
 
 | field | what it says |
 |---|---|

@@ -102,8 +102,9 @@ TILE_FEATURES, TILE_FRAMES = 4, 4
 Measured: 75 MiB; counted: 84.
 """
 
-PIXEL_BYTES = 500
-"""A pixel of the canvas: 22 float32 RGB frames being stitched, the 5 faded into them twice, 17 as uint8 twice."""
+PIXEL_BYTES = 440
+"""A pixel of the canvas: 22 float32 RGB frames being stitched, the 5 faded into them twice, two chunks of 17 frames as
+planes."""
 
 ENCODER_PIXEL_BYTES = 450
 """A pixel in x264: the frames of look-ahead and reference, of the slower presets.

@@ -12,6 +12,9 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 _FIELDS = "fields"
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {_FIELDS, "message", "asctime", "taskName"}
+"""What every record has; all else was given with it."""
+_NAMES = {"request_id": "request"}
 
 
 class JsonLines(logging.Formatter):
@@ -24,6 +27,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "source": record.name,
             "event": record.getMessage(),
+            **{_NAMES.get(name, name): value for name, value in vars(record).items() if name not in _OWN},
             **getattr(record, _FIELDS, {}),
         }
         if record.exc_info:

@@ -156,19 +156,30 @@ def client_error(error: InferenceServerException) -> ClientError:
     return ClientError(failure, message)
 
 
-_QUEUE_FULL = "Exceeds maximum queue size"
+_QUEUE_FULL, _EXPIRED, _LATE = "Exceeds maximum queue size", "timeout expired", "late: "
+_IMPOSSIBLE = re.compile(r"deadline: .* the request takes about ")
 
 
-def is_queue_full(error: ClientError) -> bool:
-    """Whether the server refused a request because too many wait."""
-    return error.failure is Failure.UNAVAILABLE and _QUEUE_FULL in str(error)
+def is_late(error: ClientError) -> bool:
+    """Whether the server refused a request because of its deadline, which a quieter server could meet."""
+    return error.failure is Failure.UNAVAILABLE and (str(error).startswith(_LATE) or _EXPIRED in str(error))
+
+
+def is_impossible(error: ClientError) -> bool:
+    """Whether the server refused a request because of its deadline, which it could never meet."""
+    return error.failure is Failure.INVALID and _IMPOSSIBLE.match(str(error)) is not None
+
+
+def is_passing(error: ClientError) -> bool:
+    """Whether the same request may be taken a little later: the server's queue is full, or it is being started."""
+    return error.failure is Failure.UNAVAILABLE and not is_late(error)
 
 
 def _uncoded_failure(message: str) -> Failure:
     """What comes over a stream has no code: tell it by its text."""
-    if _QUEUE_FULL in message or "no available versions" in message or "timeout expired" in message:
+    if _QUEUE_FULL in message or "no available versions" in message or _EXPIRED in message:
         return Failure.UNAVAILABLE
-    if message.startswith("late: "):
+    if message.startswith(_LATE):
         return Failure.UNAVAILABLE
     if message.startswith("cancelled"):
         return Failure.CANCELLED

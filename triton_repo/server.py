@@ -157,7 +157,7 @@ class TritonServer:
         self.settings.log_file.parent.mkdir(parents=True, exist_ok=True)
         keep_previous(self.settings.log_file)
         self._log = FollowedLog(self.settings.log_file)
-        log = resources.enter_context(self.settings.log_file.open("wb"))
+        log = resources.enter_context(self.settings.log_file.open("ab"))
         command = [
             str(installation.binary),
             *_arguments(self.settings, self._ports, backends, shm_prefix, self._secret),
@@ -183,6 +183,7 @@ class TritonServer:
             self._logged(line)
             if model := loaded_model(line):
                 self._loaded(model)
+        self._log.bound()
 
     def _is_ready(self) -> bool:
         try:

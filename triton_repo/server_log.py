@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 LINES_SHOWN = 12
+
+LOG_BYTES = 64 << 20
+"""What a log may have before it begins anew; one such before it is kept."""
+
 _ERROR = re.compile(r'^\S+ E \d+ \S+\] "?(?P<text>.*?)"?$')
 _LINE = re.compile(r'^(?P<time>\S+) (?P<level>[A-Z]) \d+ \S+\] "?(?P<text>.*?)"?$')
 # What every start on a machine without GPUs says, and the echo of a failure that is told before it.
@@ -33,11 +39,27 @@ class FollowedLog:
         self._position += len(whole) + len(newline)
         return whole.decode(errors="replace").splitlines()
 
+    def bound(self, size: int = LOG_BYTES) -> None:
+        """Begins the file anew once more than `size` bytes of it were read; what it held is kept beside it.
+
+        Whoever writes it has to append.
+        """
+        if self._position > size:
+            # On a full disk the old lines are lost, and the disk is less full.
+            with suppress(OSError):
+                shutil.copyfile(self._path, _previous(self._path))
+            os.truncate(self._path, 0)
+            self._position = 0
+
 
 def keep_previous(path: Path) -> None:
     """Rename the log of the server before, of which one is kept: it says why that one was lost."""
     with suppress(FileNotFoundError):
-        path.replace(path.with_name(f"{path.name}.1"))
+        path.replace(_previous(path))
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
 
 
 def loaded_model(line: str) -> str | None:

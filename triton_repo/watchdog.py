@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -120,7 +120,9 @@ class Watchdog:
         if attempt > self._policy.attempts:
             said = f"given up after {self._policy.attempts} restarts in a row; the last time {error.message}"
             raise ServerError(said, "start it again with: h3trt serve")
-        self._state.count_restart()
+        with suppress(OSError):
+            # On a full disk the count is lost, not the restart.
+            self._state.count_restart()
         delay = self._policy.delay(attempt)
         self._told(f"{error.message}\nrestart {attempt} of at most {self._policy.attempts} in a row, in {delay:g} s")
         time.sleep(delay)

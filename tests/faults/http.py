@@ -23,6 +23,7 @@ RESOLVED = {
     "forwards": 1,
     "sigma_points": 2,
     "seed": 1,
+    "quality": {"tier": "lossless"},
     "notes": [],
 }
 """What the toy's h3_prepare does not make up by itself."""

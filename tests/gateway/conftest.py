@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,40 @@ class Started:
         if (active := self.gateway.jobs.active(job_id)) is not None:
             await active.ended.wait()
         return (await self.client.get(f"/v1/videos/{job_id}")).json()
+
+
+class Connection:
+    """One request on a connection that a test reads as the answer comes, and may close."""
+
+    def __init__(self, one: Started, method: str, path: str, body: bytes | None = b"") -> None:
+        """body: None for one that never comes."""
+        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        if body is not None:
+            self._received.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+        }
+        self.task = asyncio.ensure_future(one.gateway.app(scope, self._received.get, self._sent.put))
+
+    async def status(self) -> int:
+        """The status, once the answer begins."""
+        return int((await self._sent.get())["status"])
+
+    async def piece(self) -> bytes:
+        """The next bytes of the answer."""
+        return bytes((await self._sent.get())["body"])
+
+    def close(self) -> None:
+        """The client goes away."""
+        self._received.put_nowait({"type": "http.disconnect"})
 
 
 Start = Callable[..., AbstractAsyncContextManager[Started]]

@@ -29,10 +29,14 @@ class Run:
 
 
 class ScriptedModels:
-    """Models that need no server. free: generations run to their end without being let."""
+    """Models that need no server.
 
-    def __init__(self, free: bool = True) -> None:
-        self.free = free
+    free: generations run to their end without being let. fragmented: clips come in two pieces, the second of them when
+    one more step is let. estimate: what the server says of a request.
+    """
+
+    def __init__(self, free: bool = True, fragmented: bool = False, estimate: Mapping[str, Any] | None = None) -> None:
+        self.free, self.fragmented, self.estimate = free, fragmented, estimate
         self.runs: list[Run] = []
         self.is_ready = True
         self.refusals: list[ClientError] = []
@@ -44,13 +48,16 @@ class ScriptedModels:
     async def ready(self) -> bool:
         return self.is_ready
 
-    async def resolve(self, asked: Asked, seconds: float) -> Mapping[str, Any]:
+    async def resolve(self, asked: Asked, seconds: float, request_id: str) -> Mapping[str, Any]:
         try:
-            return resolve(asked.prompt, asked.params, DIMENSIONS).model_dump(mode="json")
+            resolved = resolve(asked.prompt, asked.params, DIMENSIONS).model_dump(mode="json")
         except ValueError as error:
             raise ClientError(Failure.INVALID, str(error)) from None
+        if self.fragmented:
+            resolved["media"]["container"] = "fragmented"
+        return resolved | {"estimate": self.estimate}
 
-    async def generate(self, asked: Asked, request_id: str) -> AsyncIterator[Message]:
+    async def generate(self, asked: Asked, resolved: Mapping[str, Any], request_id: str) -> AsyncIterator[Message]:
         if self.refusals:
             raise self.refusals.pop(0)
         run = Run(asked, request_id)
@@ -67,7 +74,13 @@ class ScriptedModels:
                 yield Message(_event("denoise", step + 1, forwards, 1.0 + step))
             for index in range(asked.params.get("num_outputs_per_prompt", 1)):
                 yield Message(_event("decode", 1, 1, 10.0 + index))
-                yield Message(index=index, mp4=MP4 + str(index).encode())
+                if not self.fragmented:
+                    yield Message(index=index, piece=MP4 + str(index).encode())
+                    continue
+                yield Message(index=index, piece=MP4)
+                if not self.free and (error := await run.steps.get()) is not None:
+                    raise error
+                yield Message(index=index, piece=str(index).encode())
             ended = True
         finally:
             if not ended:

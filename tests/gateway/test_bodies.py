@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +13,7 @@ from gateway.models import Asked
 from gateway.multipart import Part
 from gateway.settings import BODY_BYTES
 from runtime.media.limits import LIMITS
-from tests.gateway.conftest import Start
+from tests.gateway.conftest import Connection, Start
 from tests.gateway.scripted import PARAMS, ScriptedModels
 
 PNG, MP4, WAV = b"\x89PNG\r\n\x1a\n1234", b"\0\0\0\x18ftypisom1234", b"RIFF\0\0\0\0WAVEfmt "
@@ -27,9 +26,9 @@ class Recorded(ScriptedModels):
         super().__init__()
         self.asked: Asked | None = None
 
-    async def resolve(self, asked: Asked, seconds: float) -> Any:
+    async def resolve(self, asked: Asked, seconds: float, request_id: str) -> Any:
         self.asked = asked
-        return await super().resolve(Asked(asked.prompt, PARAMS, {}), seconds)
+        return await super().resolve(Asked(asked.prompt, PARAMS, {}), seconds, request_id)
 
 
 async def _sent(start: Start, data: dict[str, Any], files: Any = ()) -> tuple[int, dict[str, Any], Asked | None]:
@@ -165,32 +164,9 @@ async def test_a_body_is_cut_off_while_it_arrives_whatever_it_said_of_its_length
 @pytest.mark.anyio
 async def test_a_body_that_comes_to_a_halt_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.body.BODY_SECONDS", 0.05)
-
     async with start() as one:
-        answers: list[dict[str, Any]] = []
-
-        async def receive() -> Any:
-
-            await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            answers.append(message)
-
-        await one.gateway.app(_scope("/v1/videos"), receive, send)
-        assert answers[0]["status"] == 408
-
-
-def _scope(path: str) -> dict[str, Any]:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
-    }
+        halted = Connection(one, "POST", "/v1/videos", body=None)
+        assert await halted.status() == 408
 
 
 @pytest.mark.anyio

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import Code
-from gateway.jobs import RETRY_SECONDS
+from gateway.jobs import PATIENCE_SECONDS, RETRY_SECONDS
 from gateway.store import JobStore
 from tests.gateway.conftest import Start, TurnedClock
 from tests.gateway.scripted import MP4, PARAMS, ScriptedModels
@@ -158,16 +158,82 @@ async def test_a_job_that_fails_says_why_under_the_status_of_its_error(
         assert (await one.post(PARAMS))["status"] == "queued"
 
 
-async def test_a_job_waits_while_others_fill_the_server_s_queue(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told", ["Exceeds maximum queue size", "failed to connect to all addresses"])
+async def test_a_job_that_has_not_begun_waits_for_a_server_that_is_full_or_away(
+    start: Start, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
     monkeypatch.setattr("gateway.jobs.RETRY_SECONDS", RETRY_SECONDS / 50)
-    models = ScriptedModels()
-    models.refusals = [ClientError(Failure.UNAVAILABLE, "Exceeds maximum queue size") for _ in range(3)]
-    async with start(models) as one:
+    turned, models = TurnedClock(), ScriptedModels()
+    models.refusals = [ClientError(Failure.UNAVAILABLE, told) for _ in range(3)]
+    async with start(models, turned.clock) as one:
         assert (await one.ended((await one.post(PARAMS))["id"]))["status"] == "completed"
         assert models.refusals == []
+        models.refusals = [ClientError(Failure.UNAVAILABLE, told) for _ in range(1000)]
+        job = await one.post(PARAMS)
+        await asyncio.sleep(0.05)
+        turned.monotonic += PATIENCE_SECONDS
+        assert (await one.ended(job["id"]))["error"]["code"] == "unavailable"
 
 
-@pytest.mark.parametrize("moment", ["write", "publish"])
+async def test_urgent_jobs_leave_the_queue_first_and_a_priority_is_a_number_of_two(start: Start) -> None:
+    async with start(ScriptedModels(free=False), concurrency=1) as one:
+        await one.post(PARAMS)
+        first = await one.models.begun()
+        await one.post({**PARAMS, "seed": 2})
+        urgent = await one.post({**PARAMS, "seed": 3, "priority": 1})
+        assert urgent["queue_position"] == 0
+        for _ in range(3):
+            first.step()
+        assert (await one.models.begun(2)).asked.params["seed"] == 3
+        answer = await one.client.post("/v1/videos", json={"prompt": "a fox", **PARAMS, "priority": 3})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (400, "priority")
+
+
+async def test_a_job_that_the_queue_makes_late_is_refused_at_once(start: Start) -> None:
+    estimate = {"seconds": 20.0, "arrival": 0, "queue": {"waiting": 0, "running": 1, "seconds": 10.0}}
+    models = ScriptedModels(free=False, estimate=estimate)
+    async with start(models, concurrency=1) as one:
+        for seed in range(3):
+            assert (await one.post({**PARAMS, "seed": seed}))["estimate_s"] == 20.0
+        await models.begun()
+        for deadline, status in ((69.0, 429), (71.0, 200)):  # two that wait, what the server has, itself
+            body = {"prompt": "a fox", **PARAMS, "deadline": deadline}
+            answer = await one.client.post("/v1/videos", json=body)
+            assert answer.status_code == status
+        refused = (await one.client.post("/v1/videos", json={"prompt": "a fox", **PARAMS, "deadline": 1})).json()
+        assert (refused["error"]["code"], refused["error"]["field"]) == ("late", "deadline")
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "status"),
+    [
+        (
+            ClientError(Failure.INVALID, "deadline: got 2.0; the request takes about 9.1 s on this server"),
+            "deadline",
+            422,
+        ),
+        (ClientError(Failure.UNAVAILABLE, "late: the deadline of 2 s cannot be met: 2.1 s have passed"), "late", 429),
+        (ClientError(Failure.UNAVAILABLE, "Request timeout expired"), "late", 429),
+        (
+            ClientError(Failure.INVALID, "deadline: got -1; must be a number, from 0.1 to 86400 seconds"),
+            "invalid_request",
+            400,
+        ),
+    ],
+)
+async def test_a_deadline_that_the_server_refuses_is_told_by_what_would_help(
+    start: Start, failure: ClientError, code: str, status: int
+) -> None:
+    models = ScriptedModels()
+    models.refusals = [failure]
+    async with start(models) as one:
+        job = await one.post(PARAMS)
+        await one.ended(job["id"])
+        answer = await one.client.get(f"/v1/videos/{job['id']}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("moment", ["append", "publish"])
 async def test_a_full_disk_fails_the_job_and_leaves_no_half_file(
     start: Start, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

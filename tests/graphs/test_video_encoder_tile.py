@@ -59,12 +59,12 @@ def test_a_frame_does_not_see_later_frames(checkpoints: dict[str, Checkpoint]) -
 
 
 def test_onnx_runtime_gives_what_torch_gives_for_a_frame_and_for_a_clip(emitted: Emitted) -> None:
-    """The shorter clip stands for the whole one, and is what the tracer saw; the whole one is tried in a build."""
+    """The shorter clip stands for the whole one, and is what the tracer saw; a pipeline's references are whole."""
     assert {trial["clip_frames"] for trial in emitted.graph.trials} == {1, 5}
     compare(emitted)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_onnx_runtime_gives_what_torch_gives_for_a_whole_clip(emitted: Emitted) -> None:
     whole = dataclasses.replace(emitted.graph, trials=({"clip_frames": 17, "clip_latents": 5},))
     compare(dataclasses.replace(emitted, graph=whole))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiled_attention import Attend, attending, sage, skipping
 
 from export.checkpoint import Checkpoint
 from h3trt.reference import ReferencePipeline
@@ -16,6 +15,7 @@ from plugins.kernels.hopper_attention import BFLOAT16, QUERY_TILE
 from runtime.events import Cancellation, Event
 from runtime.intake import Taken
 from runtime.pipeline import Latents, Pipeline
+from tests.pipeline.tiled_attention import Attend, attending, sage, skipping
 
 SMALLEST: dict[str, Any] = {"duration": 5, "aspect_ratio": "1:1", "width": 256, "height": 256, "seed": 7}
 TWO = {**SMALLEST, "num_inference_steps": 2}

@@ -248,3 +248,28 @@ def test_a_failure_keeps_no_encoder_alive():
         assert_no_more_tasks_than(before)
     finally:
         gc.enable()
+
+
+def test_encoding_leaves_the_interpreter_to_the_decoding_thread():
+    """PyAV lets go of the GIL in the encoder: a thread of plain Python runs on during one long call of it."""
+    counted, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counted[0] += 1
+
+    frames = np.random.default_rng(0).integers(0, 256, (8, 3 * 512 // 2, 512), np.uint8)
+    options = replace(OPTIONS, preset="veryslow", threads=1)
+    counter = threading.Thread(target=count)
+    with Mp4Writer(512, 512, RATE, options, lambda piece: None) as writer:
+        writer.write_audio(WAVEFORM.numpy())
+        # Fewer than x264 looks ahead: all of the work is in the one call that flushes it.
+        writer.write_frames(frames)
+        counter.start()
+        before = counted[0]
+        writer.finish()
+        during = counted[0] - before
+        stop.set()
+        counter.join()
+    # A call that held it would let the counter in only between calls, for a switch interval of 5 ms a time.
+    assert during > 10_000

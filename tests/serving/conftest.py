@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
-from tests.conftest import Demonstration
+from tests.conftest import Demonstration, report_figure
 from tests.serving.toy_repository import write_toy_repository
 from triton_repo.client import Client
 from triton_repo.names import PUBLIC_MODELS
@@ -23,7 +22,6 @@ from triton_repo.shared_memory import ROOT as SHARED_MEMORY
 from triton_repo.shared_memory import private_prefix
 
 TOY_READY_SECONDS = 60.0
-READY_SECONDS = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,7 +72,7 @@ def server(
     settings = ServerSettings(directory / "repository", directory / "server.log", PUBLIC_MODELS)
     started = time.monotonic()
     with TritonServer(settings) as one:
-        request.config.stash[READY_SECONDS] = time.monotonic() - started
+        report_figure(request.config, f"Triton with the real models was ready after {time.monotonic() - started:.1f} s")
         yield one
 
 
@@ -88,12 +86,6 @@ def client(server: TritonServer) -> Iterator[Client]:
 def raw(server: TritonServer) -> Iterator[InferenceServerClient]:
     with InferenceServerClient(server.endpoints.grpc) as one:
         yield one
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print how long the real server took from start to ready."""
-    if READY_SECONDS in config.stash:
-        terminalreporter.write_line(f"Triton with the real models was ready after {config.stash[READY_SECONDS]:.1f} s")
 
 
 class Traces:

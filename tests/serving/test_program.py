@@ -102,7 +102,8 @@ class Serve:
         return self.process.returncode
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# Ctrl-C takes the same way, and starts a server for it.
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGTERM])
 def test_a_signal_drains_and_leaves_nothing(
     demonstration: Demonstration, tmp_path: Path, number: signal.Signals
 ) -> None:

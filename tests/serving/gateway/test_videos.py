@@ -98,6 +98,15 @@ def test_a_url_of_a_reference_leads_nowhere_that_the_operator_did_not_allow(http
     assert (answer.status_code, answer.json()["error"]["field"]) == (400, "image_reference")
 
 
+def test_a_deadline_that_no_server_could_meet_is_refused_at_once(http: httpx2.Client, sync: httpx2.Response) -> None:
+    """By what the requests before it took here; a wait for the server's turn is refused in other words."""
+    answer = http.post("/v1/videos/dry-run", json={"prompt": PROMPT, **SLOW, "deadline": 0.5})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["field"]) == (422, "deadline", "deadline"), error
+    within = http.post("/v1/videos/dry-run", json={"prompt": PROMPT, **QUICK, "deadline": 3600})
+    assert within.json()["estimate"]["seconds"] > 0
+
+
 def _started(http: httpx2.Client, params: dict[str, Any]) -> str:
     """The id of a job that has begun to denoise."""
     job = http.post("/v1/videos", json={"prompt": PROMPT, **params}).json()
