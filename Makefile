@@ -5,11 +5,12 @@ VENV ?= .venv
 PROFILE ?= cpu
 CHECKPOINT ?= build/checkpoint
 SUBJECT ?= block
+CLIENT ?= perf_analyzer
 
 # Values reach the shell through the environment and never as text of a recipe, so that quotes, dollars, backquotes and
 # newlines in them mean themselves. $(value) takes them before make expands anything; unexport keeps make from expanding
 # what was given on its command line.
-unexport PROMPT SECONDS ASPECT_RATIO WIDTH HEIGHT SEED FORWARDS OUT PROFILE CHECKPOINT SUBJECT
+unexport PROMPT SECONDS ASPECT_RATIO WIDTH HEIGHT SEED FORWARDS OUT PROFILE CHECKPOINT SUBJECT CLIENT
 export H3_PROMPT := $(value PROMPT)
 export H3_SECONDS := $(value SECONDS)
 export H3_ASPECT_RATIO := $(value ASPECT_RATIO)
@@ -21,11 +22,12 @@ export H3_OUT := $(value OUT)
 export H3_PROFILE := $(value PROFILE)
 export H3_CHECKPOINT := $(value CHECKPOINT)
 export H3_SUBJECT := $(value SUBJECT)
+export H3_CLIENT := $(value CLIENT)
 
 H3TRT := $(VENV)/bin/h3trt
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test soak checkpoint engines serve generate verify bench doctor peers browser lint types clean
+.PHONY: help setup demo test soak checkpoint engines serve generate verify bench perf doctor peers browser analyzer lint types clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -79,6 +81,9 @@ verify: setup ## compare engines and pipeline with the reference (PROFILE=cpu)
 bench: setup ## measure on this machine's GPU (PROFILE=h200_inductor SUBJECT=block)
 	$(H3TRT) bench --profile "$$H3_PROFILE" -- "$$H3_SUBJECT"
 
+perf: setup ## latency and throughput under load (PROFILE=cpu CLIENT=perf_analyzer or aiperf)
+	$(H3TRT) perf --profile "$$H3_PROFILE" --client "$$H3_CLIENT"
+
 doctor: setup ## check this machine, and say what mends what is missing
 	$(H3TRT) doctor
 
@@ -92,12 +97,15 @@ browser: ## Chromium, for the test of the web page; without it that test is skip
 	  { apt-get update && apt-get install -y --no-install-recommends chromium; } || \
 	  { echo "no Chromium here, and no way to install it: as root, apt-get install chromium" >&2; exit 2; }
 
+analyzer: setup ## perf_analyzer, for make perf and its test; without it that test is skipped
+	$(H3TRT) perf --fetch
+
 lint: setup ## style
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 types: setup ## static types
-	$(VENV)/bin/mypy plugins export engines runtime triton_repo gateway h3trt
+	$(VENV)/bin/mypy plugins export engines runtime triton_repo gateway h3trt bench
 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) build out

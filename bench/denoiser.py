@@ -9,11 +9,12 @@ import torch
 
 from bench import host
 from bench.measuring import Timing, once
-from bench.synthetic import DEVICE, PARTITION, RandomWeights, open_engines, synthetic_store
+from bench.synthetic import DEVICE, PARTITION, RandomWeights, Wanted, open_engines, synthetic_store
 from engines.plan import Workload, make_plan, released_outline
 from engines.plan.plan import Plan
 from engines.profile import Profile
 from plugins.dimensions import TEXT_TAG
+from plugins.kernels import flash_attention_3
 from plugins.shape import Shape, canvas
 from runtime.denoiser import Denoiser, ModulationCache, State
 from runtime.events import Cancellation, Event, Reporter, Units
@@ -34,16 +35,17 @@ def measure(folder: Path, profile: Profile, forwards: int = 3) -> dict[str, Any]
 
     Only the denoiser's components are there; the plan's figure is less the weights of the others by as much.
     """
-    store = synthetic_store(profile, folder, GRAPHS)
+    store = synthetic_store(Wanted(profile, GRAPHS), folder)
     workload = Workload(forwards=forwards)
     plan = make_plan(profile, released_outline(), workload)
-    weights = RandomWeights(store.manifest)
-    engines = open_engines(store, weights)
+    weights = RandomWeights(store.manifest, GRAPHS)
+    engines = open_engines(store, GRAPHS, weights)
     denoiser = Denoiser(engines, PARTITION, ModulationCache(TABLES_BYTES))
     shape = Shape.of(*canvas(workload.aspect_ratio), plan.frames, store.manifest.dimensions)
     packed = _layout(shape, workload.text_rows, store.manifest.dimensions.denoiser.patch)
     engines.warm()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     tier = quality(profile.tiers[0], forwards, VIDEO_SHIFT)
     seconds = _run(denoiser, packed, shape, workload, tier, store.manifest.dimensions.denoiser.text_dim)
@@ -52,6 +54,9 @@ def measure(folder: Path, profile: Profile, forwards: int = 3) -> dict[str, Any]
         "what": f"forwards of the whole transformer, {plan.rows.total} rows, random weights and data",
         "host": host.describe(),
         "profile": profile.name,
+        "rows": plan.rows.total,
+        "FlashAttention-3": flash_attention_3.available(),
+        "first forward": 1e3 * seconds[0],
         "forward": timing.as_json(),
         "memory": memory(plan, weights),
     }
@@ -59,7 +64,7 @@ def measure(folder: Path, profile: Profile, forwards: int = 3) -> dict[str, Any]
 
 def memory(plan: Plan, weights: RandomWeights) -> dict[str, float]:
     """Bytes at the height of the denoising, measured and planned, without the components that are not there."""
-    absent = sum(g.weights for g in plan.graphs if g.graph not in weights.manifest.graphs)
+    absent = sum(g.weights for g in plan.graphs if g.graph not in weights.graphs)
     planned = plan.stage("denoise").peak - absent
     reserved = torch.cuda.max_memory_reserved()
     # What is not torch's: the context, kernels and libraries' own memory, and what the driver keeps of the total.

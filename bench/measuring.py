@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -28,14 +29,19 @@ class Timing:
         return {"median_ms": self.median, "spread_ms": [min(self.rounds), max(self.rounds)]}
 
 
-def in_turns(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Times every side once a round, so that whatever drifts meets all of them; warm rounds are left out."""
+def in_turns(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, rest: float = 0.0) -> dict[str, Timing]:
+    """Times every side once a round, so that whatever drifts meets all of them; warm rounds are left out.
+
+    `rest`: seconds without work before each run. A GPU that has no rest is soon held to its power limit.
+    """
     for run in sides.values():
         for _ in range(WARM_ROUNDS):
             run()
     milliseconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, run in sides.items():
+            torch.cuda.synchronize()
+            time.sleep(rest)
             milliseconds[name].append(once(run))
     return {name: Timing(tuple(values)) for name, values in milliseconds.items()}
 
@@ -58,5 +64,7 @@ def kernels(run: Callable[[], object], most: int = 25) -> list[dict[str, float |
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
-    events = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
+    # The driver's own calls are listed as well, and take the device no time.
+    timed = [event for event in seen.key_averages() if event.device_time_total]
+    events = sorted(timed, key=lambda event: -event.device_time_total)
     return [{"kernel": e.key[:120], "calls": e.count, "ms": e.device_time_total / 1e3} for e in events[:most]]

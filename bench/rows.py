@@ -1,4 +1,4 @@
-"""Work between a block's products: kernels in the Triton language beside what torch.compile fuses by itself."""
+"""Work between a block's products: kernels of our own beside what torch.compile fuses by itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _cases(size: DenoiserDimensions, rows: int) -> dict[str, tuple[float, dict[s
             1.5 * narrow,
             _sides(kernels.modulated_rms_norm_fp8, _then_quantised(modulated_rms_norm.reference), modulated),
         ),
-        "norm and rotation": (2 * inner, _sides(kernels.norm_rotary, norm_rotary.reference, rotary)),
+        "norm and rotation": (2 * inner, _sides(norm_rotary.kernel, norm_rotary.reference, rotary)),
         "gated residual": (
             3 * narrow,
             _sides(kernels.gated_residual, gated_residual.reference, (hidden, update, gate, index)),
@@ -68,7 +68,7 @@ def _cases(size: DenoiserDimensions, rows: int) -> dict[str, tuple[float, dict[s
 
 def _sides(kernel: Callable[..., Any], reference: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Side]:
     fused = torch.compile(reference, dynamic=False)
-    return {"Triton-language kernel": lambda: kernel(*arguments), "torch.compile": lambda: fused(*arguments)}
+    return {"kernel": lambda: kernel(*arguments), "torch.compile": lambda: fused(*arguments)}
 
 
 def _then_quantised(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:

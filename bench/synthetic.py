@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engines import machine
-from engines.backends.inductor import compile_graph, ranges
-from engines.declaration import axes, tensor_record
+from engines.backends.inductor import compile_graph
+from engines.declaration import axes, describe_exporter, describe_graph, tensor_record
 from engines.graphs import profile_graphs
+from engines.inductor_steps import compiled_from, compiled_ranges
 from engines.profile import Partition, Profile
 from engines.quality import weights_of
 from engines.sessions.backend import Opening
@@ -22,6 +27,8 @@ from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.gpu import CudaGpu
 from engines.sessions.inductor import InductorEngines
+from engines.sessions.weights import aligned_offsets
+from engines.steps import content_key
 from engines.store import (
     SCHEMA_VERSION,
     AxisRecord,
@@ -48,36 +55,69 @@ DEVICE = torch.device("cuda", 0)
 WEIGHT_DEVIATION = 0.02
 """Standard deviation of matrices' elements."""
 
+LONGEST = ("video_decoder_tile", "video_encoder_tile", "audio_decoder", "audio_encoder")
+"""Graphs of thousands of operators, which take minutes to compile."""
+
 E4M3_DEVIATION = 100.0
 """Standard deviation of 8-bit elements, whose largest is 448; their scales make up for it."""
 
 
-def synthetic_store(profile: Profile, folder: Path, names: Sequence[str] = (), processes: int = 12) -> EngineStore:
-    """A store of those graphs (all by default) at released dimensions, compiled side by side where they are not yet."""
+@dataclass(frozen=True)
+class Wanted:
+    """Graphs of a profile, by their names; `baked`: with random weights in their packages."""
+
+    profile: Profile
+    names: tuple[str, ...]
+    baked: bool = False
+
+
+def synthetic_store(wanted: Wanted, folder: Path) -> EngineStore:
+    """A store at released dimensions: lists all graphs of the profile, and has packages of the wanted ones."""
+    compile_packages(folder, (wanted,))
     checkpoint = _checkpoint(folder)
-    graphs = [g for g in _graphs(profile, checkpoint, folder) if not names or g.name in names]
-    missing = [graph.name for graph in graphs if not _package(folder, profile, graph.name).exists()]
-    if missing:
-        # Processes of their own: the compiler keeps state, and each wants a processor.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(processes, len(missing)), mp_context=context) as pool:
-            list(pool.map(_compile, missing, [profile] * len(missing), [folder] * len(missing)))
-    return EngineStore(folder, _manifest(profile, checkpoint, folder, graphs))
+    listed = profile_graphs(checkpoint, wanted.profile, PARTITION, folder / "weights")
+    return EngineStore(folder, _manifest(wanted, checkpoint, folder, listed))
 
 
-def open_engines(store: EngineStore, weights: RandomWeights | None = None) -> EngineSet:
-    """The store's engines on the GPU with random weights."""
-    graphs = tuple(store.manifest.graphs)
-    drawn = weights or RandomWeights(store.manifest)
-    backend = InductorEngines(Opening(store, graphs, (PARTITION,)), drawn, CudaGpu(DEVICE))
-    return EngineSet(store, graphs, (PARTITION,), backend)
+def compile_packages(folder: Path, wanted: Iterable[Wanted], processes: int = 14) -> dict[str, float]:
+    """Compiles what is not yet there, side by side; seconds of each package by its file's name.
+
+    Raises:
+        RuntimeError: some do not compile; the others are there.
+    """
+    _checkpoint(folder)  # before processes would each write it
+    missing = {}
+    for each in wanted:
+        for graph in graphs(each, folder):
+            target = package(folder, graph, each)
+            if not target.exists():
+                missing[target.name] = _Compilation(graph.name, each, folder, target)
+    if not missing:
+        return {}
+    # Processes of their own: the compiler keeps state, and each wants a processor. What takes longest begins first.
+    context = multiprocessing.get_context("spawn")
+    order = sorted(missing.values(), key=lambda each: each.graph not in LONGEST)
+    with ProcessPoolExecutor(min(processes, len(order)), mp_context=context) as pool:
+        running = {each.target.name: pool.submit(each.run) for each in order}
+    failed = {name: future.exception() for name, future in running.items() if future.exception()}
+    if failed:
+        raise RuntimeError("\n".join(f"{name}: {error}" for name, error in failed.items()))
+    return {name: future.result() for name, future in running.items()}
+
+
+def open_engines(store: EngineStore, names: tuple[str, ...], weights: RandomWeights | None = None) -> EngineSet:
+    """Those engines of a store on the GPU, with random weights."""
+    drawn = weights or RandomWeights(store.manifest, names)
+    backend = InductorEngines(Opening(store, names, (PARTITION,)), drawn, CudaGpu(DEVICE))
+    return EngineSet(store, names, (PARTITION,), backend)
 
 
 @dataclass
 class RandomWeights:
-    """Weights of a manifest's graphs, drawn on the device when they are first bound, and kept."""
+    """Weights of some of a manifest's graphs, drawn on the device when they are first bound, and kept."""
 
     manifest: Manifest
+    graphs: tuple[str, ...]
     seed: int = 0
     _drawn: dict[tuple[str, int], dict[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -90,9 +130,9 @@ class RandomWeights:
         yield self._drawn[owner, instance]
 
     def load_lasting(self) -> None:
-        """Draws the weights of every instance of every graph."""
-        for graph, record in self.manifest.graphs.items():
-            for instance in range(record.instances):
+        """Draws the weights of every instance of those graphs."""
+        for graph in self.graphs:
+            for instance in range(self.manifest.graphs[graph].instances):
                 with self.tensors(graph, instance, PARTITION):
                     pass
 
@@ -100,21 +140,31 @@ class RandomWeights:
         """All weights stay."""
 
     def _draw(self, graph: str, instance: int) -> dict[str, torch.Tensor]:
+        """In one piece of memory, as a session keeps them."""
         generator = torch.Generator(DEVICE).manual_seed(self.seed + 1000 * instance)
         regions = self.manifest.bindings[PARTITION][graph][instance]
-        weights = self.manifest.graphs[graph].weights
-        return {spec.name: draw_weight(spec, regions[spec.name].shape, generator) for spec in weights}
+        specs = self.manifest.graphs[graph].weights
+        sizes = [math.prod(regions[spec.name].shape) * TORCH[spec.dtype].itemsize for spec in specs]
+        offsets = aligned_offsets(sizes)
+        memory = torch.empty(offsets[-1], dtype=torch.uint8, device=DEVICE)
+        drawn = {}
+        for spec, size, offset in zip(specs, sizes, offsets, strict=False):
+            weight = memory[offset : offset + size].view(TORCH[spec.dtype]).view(regions[spec.name].shape)
+            drawn[spec.name] = draw_weight(spec, weight, generator)
+        return drawn
 
 
-def draw_weight(spec: TensorRecord, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A weight on the device: matrices about 0, norms about 1, and the scales of 8-bit matrices."""
-    dtype = TORCH[spec.dtype]
-    if dtype == torch.float8_e4m3fn:
-        return _drawn(shape, torch.float16, E4M3_DEVIATION, generator).clamp_(-448, 448).to(dtype)
+def draw_weight(spec: TensorRecord, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Fills a weight: matrices about 0, norms about 1, and the scales of 8-bit matrices."""
+    if weight.dtype == torch.float8_e4m3fn:
+        # In parts: what cannot be drawn as it is passes through a wider type.
+        for part in weight.split(512):
+            part.copy_(_drawn(tuple(part.shape), torch.float16, E4M3_DEVIATION, generator).clamp_(-448, 448))
+        return weight
     if spec.name.endswith("_scale"):
-        return torch.full(shape, WEIGHT_DEVIATION / E4M3_DEVIATION, dtype=dtype, device=DEVICE)
-    values = _drawn(shape, dtype, WEIGHT_DEVIATION, generator)
-    return values.add_(1) if len(shape) == 1 and spec.name.endswith("weight") else values
+        return weight.fill_(WEIGHT_DEVIATION / E4M3_DEVIATION)
+    weight.normal_(0, WEIGHT_DEVIATION, generator=generator)
+    return weight.add_(1) if weight.ndim == 1 and spec.name.endswith("weight") else weight
 
 
 def draw_input(
@@ -138,50 +188,78 @@ def _checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint.open(path)
 
 
-def _graphs(profile: Profile, checkpoint: Checkpoint, folder: Path) -> tuple[Graph, ...]:
-    return profile_graphs(checkpoint, profile, PARTITION, folder / "weights")
+def graphs(wanted: Wanted, folder: Path) -> tuple[Graph, ...]:
+    """The wanted graphs at released dimensions."""
+    found = profile_graphs(_checkpoint(folder), wanted.profile, PARTITION, folder / "weights")
+    return tuple(graph for graph in found if graph.name in wanted.names)
 
 
-def _package(folder: Path, profile: Profile, graph: str) -> Path:
-    """Where a package lies; one with another precision or attention is another."""
-    described = "-".join([*(str(v) for _, v in profile.precision), profile.attention.blocks, str(profile.row_chunk)])
-    return folder / f"{graph}.{described}.pt2"
+def _drawn_on_host(binding: Binding) -> list[torch.Tensor]:
+    """Weights of the first instance, for a package of bfloat16 weights."""
+    generator, stored = torch.Generator().manual_seed(0), binding.instances[0]
+    shapes = [stored[spec.name].shape for spec in binding.inputs]
+    return [
+        torch.empty(shape, dtype=spec.dtype).normal_(0, WEIGHT_DEVIATION, generator=generator)
+        for spec, shape in zip(binding.inputs, shapes, strict=True)
+    ]
 
 
-def _compile(name: str, profile: Profile, folder: Path) -> None:
-    (graph,) = [g for g in _graphs(profile, _checkpoint(folder), folder) if g.name == name]
+def package(folder: Path, graph: Graph, wanted: Wanted) -> Path:
+    """Where a package lies: its name tells all that it is made of, so that another source makes another file."""
     binding = bind(graph)
-    target = _package(folder, profile, name)
-    work = target.parent / f"work.{target.name}"
-    work.mkdir(parents=True, exist_ok=True)
-    compile_graph(graph, binding, ranges(graph, binding, _shapes(profile)), DEVICE, work / "program.pt2")
-    (work / "program.pt2").replace(target)
+    parts = describe_graph(graph, binding), _exporter()["source"], compiled_from(graph, binding, wanted.profile)
+    if wanted.baked:
+        return folder / f"{graph.name}.baked.{content_key(*parts)[:16]}.pt2"
+    return folder / f"{graph.name}.{content_key(*parts)[:16]}.pt2"
 
 
-def _shapes(profile: Profile) -> dict[str, tuple[int, ...]]:
-    return {**profile.shapes, **({"chunk_rows": (profile.row_chunk,)} if profile.row_chunk else {})}
+@cache
+def _exporter() -> dict[str, Any]:
+    return describe_exporter()
 
 
-def _manifest(profile: Profile, checkpoint: Checkpoint, folder: Path, graphs: Sequence[Graph]) -> Manifest:
-    bindings = {graph.name: bind(graph) for graph in graphs}
+@dataclass(frozen=True)
+class _Compilation:
+    """A package to be made by a process of its own."""
+
+    graph: str
+    wanted: Wanted
+    folder: Path
+    target: Path
+
+    def run(self) -> float:
+        """Seconds that it takes."""
+        started, profile = time.monotonic(), self.wanted.profile
+        (graph,) = graphs(Wanted(profile, (self.graph,)), self.folder)
+        binding = bind(graph)
+        work = self.target.parent / f"work.{self.target.name}"
+        work.mkdir(parents=True, exist_ok=True)
+        stored = _drawn_on_host(binding) if self.wanted.baked else None
+        compile_graph(graph, binding, compiled_ranges(graph, binding, profile), DEVICE, work / "program.pt2", stored)
+        (work / "program.pt2").replace(self.target)
+        return time.monotonic() - started
+
+
+def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequence[Graph]) -> Manifest:
+    bindings = {graph.name: bind(graph) for graph in listed}
     return Manifest(
         schema_version=SCHEMA_VERSION,
-        profile=profile,
+        profile=wanted.profile,
         versions={"inductor": str(torch.__version__)},
         checkpoint=CheckpointRecord(root=str(checkpoint.root), layout=checkpoint.layout, fingerprint="synthetic"),
         dimensions=checkpoint.dimensions,
         tokenizer=_file(folder, checkpoint.tokenizer_file),
-        graphs={g.name: _record(profile, folder, g, bindings[g.name]) for g in graphs},
+        graphs={g.name: _record(wanted, folder, g, bindings[g.name]) for g in listed},
         weight_files=(),
         bindings={PARTITION: {name: _regions(binding) for name, binding in bindings.items()}},
     )
 
 
-def _record(profile: Profile, folder: Path, graph: Graph, binding: Binding) -> EngineRecord:
-    named = axes(graph, binding)
+def _record(wanted: Wanted, folder: Path, graph: Graph, binding: Binding) -> EngineRecord:
+    named, file = axes(graph, binding), package(folder, graph, wanted)
     return EngineRecord(
         key="synthetic",
-        file=_file(folder, _package(folder, profile, graph.name)),
+        file=_file(folder, file) if graph.name in wanted.names else FileRecord(path=file.name, sha256=""),
         baked={},
         instances=len(graph.weights),
         inputs=tuple(tensor_record(spec) for spec in graph.inputs),
@@ -194,7 +272,7 @@ def _record(profile: Profile, folder: Path, graph: Graph, binding: Binding) -> E
         difference=None,
         program=ProgramRecord(
             target=machine.target(DEVICE),
-            ranges=ranges(graph, binding, _shapes(profile)),
+            ranges=compiled_ranges(graph, binding, wanted.profile),
             census={},
             seconds=0,
             reproduce="h3trt bench",

@@ -1,7 +1,7 @@
 """One run of the tail in a process of its own, without torch: `python -m bench.tail_run SIDE CONTAINER` prints JSON.
 
 The source stands for a GPU: planes in host memory, a chunk 60 ms after it was asked for. Its pictures are four octaves
-of smooth noise that move by 3 x 2 pixels a frame, with fresh grain of one level: H.264 predicts them as it does film.
+of smooth noise that move by 3 x 2 pixels a frame, with fresh grain of 1.5 levels: H.264 predicts them as it does film.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def synthetic(width: int = WIDTH, height: int = HEIGHT, frames: int = FRAMES) ->
         _texture(generator, height + margin, width + margin, 70.0),
         *(_texture(generator, (height + margin) // 2, (width + margin) // 2, 25.0) for _ in range(2)),
     ]
-    grain = generator.normal(0, 1, (height + 64, width + 64)).round().astype(np.int8).view(np.uint8)
+    grain = generator.normal(0, 1.5, (height + 64, width + 64)).round().astype(np.int8).view(np.uint8)
 
     def chunks() -> Generator[Chunk, None, None]:
         for start in range(0, frames, CHUNK_FRAMES):

@@ -11,7 +11,7 @@ import torch
 
 from bench import host
 from bench.measuring import Timing, in_turns, kernels
-from bench.synthetic import DEVICE, PARTITION, open_engines, synthetic_store
+from bench.synthetic import DEVICE, PARTITION, Wanted, open_engines, synthetic_store
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
@@ -21,6 +21,7 @@ from runtime.mux import MediaOptions, Mp4Writer
 
 SECONDS = 10
 ASPECT_RATIO = "16:9"
+GRAPHS = ("video_decoder_tile",)
 
 MEDIA = MediaOptions(crf=18, preset="veryfast", audio_bitrate=192_000)
 """What a request gets that asks for nothing else."""
@@ -49,7 +50,7 @@ def measure(folder: Path, profile: Profile, rounds: int = 1) -> dict[str, Any]:
 
 def open_decoder(folder: Path, profile: Profile) -> EngineSet:
     """The video decoder alone, at released dimensions with random weights."""
-    return open_engines(synthetic_store(profile, folder, ("video_decoder_tile",)))
+    return open_engines(synthetic_store(Wanted(profile, GRAPHS), folder), GRAPHS)
 
 
 def clip_of(engines: EngineSet) -> tuple[Shape, torch.Tensor]:

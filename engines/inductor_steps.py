@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engines import machine
+from engines import backends, machine
 from engines.backend import installed
 from engines.backends import inductor as backend
 from engines.declaration import describe_backend
@@ -45,10 +46,7 @@ class InductorSteps(GraphSteps):
             "graph": self.declaration,
             "checkpoint": checkpoint,
             "exporter": exporter["source"],
-            "version": installed(self._profile.backend),
-            "device": self._profile.device.capability if self._profile.device else machine.target(_CPU),
-            "ranges": {name: each.model_dump() for name, each in self._ranges.items()},
-            "source": describe_backend(backend),
+            **compiled_from(self.graph, self.binding, self._profile),
         }
         compiled = Step(self._last, depends_on, self._do_compile, (self._name("emit"),))
         return [self._emit(checkpoint, exporter), self._compare(exporter, weights, "emit"), compiled]
@@ -83,21 +81,34 @@ class InductorSteps(GraphSteps):
         device = torch.device("cuda", 0) if self._profile.on_gpu else _CPU
         package = self._work.directory(self._last) / "program.pt2"
         started = time.monotonic()
-        called = backend.compile_graph(self.graph, self.binding, self._ranges, device, package)
+        ranges = compiled_ranges(self.graph, self.binding, self._profile)
+        called = backend.compile_graph(self.graph, self.binding, ranges, device, package)
         facts = {
             "target": machine.target(device),
-            "ranges": {name: each.model_dump() for name, each in self._ranges.items()},
+            "ranges": {name: each.model_dump() for name, each in ranges.items()},
             "census": called,
             "seconds": time.monotonic() - started,
         }
         return Product(facts, {self._path("engines", ".pt2"): package})
 
-    @property
-    def _ranges(self) -> dict[str, AxisRange]:
-        shapes: dict[str, tuple[int, ...]] = dict(self._profile.shapes)
-        if self._profile.row_chunk:
-            shapes["chunk_rows"] = (self._profile.row_chunk,)
-        return backend.ranges(self.graph, self.binding, shapes)
+
+def compiled_from(graph: Graph, binding: Binding, profile: Profile) -> dict[str, Any]:
+    """What a package depends on besides its graph's declaration and the exporter's source, as JSON values."""
+    return {
+        "version": installed(profile.backend),
+        "device": profile.device.capability if profile.device else machine.target(_CPU),
+        "ranges": {name: each.model_dump() for name, each in compiled_ranges(graph, binding, profile).items()},
+        "source": describe_backend(backends, sys.modules[__name__]),
+        "toolchain": backend.toolchain(),
+    }
+
+
+def compiled_ranges(graph: Graph, binding: Binding, profile: Profile) -> dict[str, AxisRange]:
+    """The sizes that a profile has a graph compiled for."""
+    shapes: dict[str, tuple[int, ...]] = dict(profile.shapes)
+    if profile.row_chunk:
+        shapes["chunk_rows"] = (profile.row_chunk,)
+    return backend.ranges(graph, binding, shapes)
 
 
 _CPU = torch.device("cpu")

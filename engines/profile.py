@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -337,23 +338,27 @@ class Profile(_Table):
         return found
 
     def _tier_problems(self) -> list[str]:
-        base, found = self.attention.blocks, []
+        base = self.attention.blocks
         places: dict[str, tuple[BlockAttention, Skipping]] = {"attention": (base, self.attention)}
         places |= {f"quality.{kind}": (kind, skipping) for kind, skipping in self.quality.items()}
-        for place, (kind, skipping) in places.items():
-            if skips(kind) != (skipping.skip_threshold > 0):
-                rule = "must be above 0 with blocks that skip, and only with these"
-                found.append(f"{place}.skip_threshold = {skipping.skip_threshold:g}: {rule}")
-            if kind != "dense" and self.backend == "tensorrt_rtx":
-                key = f"attention.blocks = {kind!r}" if place == "attention" else f"{place}"
-                rule = "has no plugins, and so no kernels for it; 'tensorrt' and 'inductor' have"
-                found.append(f"{key}: backend = 'tensorrt_rtx' {rule}")
+        found = [problem for place, tier in places.items() for problem in self._attention_problems(place, *tier)]
         if base in self.quality:
             found.append(f"quality.{base}: must not be given; attention.blocks = {base!r} is the first tier")
         if self.quality and self.weights == "baked":
             rule = "must not be given with weights = 'baked', where each engine has its own; must be 'bound'"
             found.append(f"quality.{next(iter(self.quality))}: {rule}")
         return found
+
+    def _attention_problems(self, place: str, kind: BlockAttention, skipping: Skipping) -> Iterator[str]:
+        """What one tier, at its place in the file, has against it."""
+        if skips(kind) != (skipping.skip_threshold > 0):
+            rule = "must be above 0 with blocks that skip, and only with these"
+            yield f"{place}.skip_threshold = {skipping.skip_threshold:g}: {rule}"
+        key = f"attention.blocks = {kind!r}" if place == "attention" else place
+        if kind != "dense" and self.backend == "tensorrt_rtx":
+            yield f"{key}: 'tensorrt_rtx' has no plugins, and so no kernels for it; 'tensorrt' and 'inductor' have"
+        if kind != "dense" and self.backend == "inductor" and self.device is None:
+            yield f"{key}: 'inductor' has kernels for it on GPUs only; on a CPU 'onnxruntime' has its function bodies"
 
     def _cpu_problems(self) -> list[str]:
         given = [key for key in ("device", "residency", "shapes", "gpus") if getattr(self, key)]

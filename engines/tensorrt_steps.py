@@ -16,6 +16,7 @@ from engines import layers, machine, tensorrt
 from engines.backend import BackendMissing, backend_version, installed
 from engines.backends import tensorrt as backend
 from engines.backends.tensorrt.expectation import expected
+from engines.backends.tensorrt.lowering import PLUGINS
 from engines.backends.tensorrt.process import build_plan
 from engines.backends.tensorrt.request import Constant, PlanRequest, PlanResult
 from engines.backends.tensorrt.shapes import optimisation_profiles
@@ -133,7 +134,7 @@ class TensorRTSteps(GraphSteps):
             constants=constants,
             workspace_bytes=self._workspace,
             timing_cache=self._store / RECORDS / "timing.cache",
-            expected=expected(native_fp4(emitted)),
+            expected=expected(native_fp4(emitted), PLUGINS if self._profile.backend == "tensorrt" else ()),
         )
 
     def _constants(self, instance: int) -> dict[str, Constant]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -82,12 +82,32 @@ class Range(Protocol):
         """The largest legal size."""
 
 
+class BakedModule(torch.nn.Module):
+    """The graph's module as a function of its inputs alone: one instance's stored tensors, in the binding's order, are
+    constants."""
+
+    def __init__(self, graph: Graph, binding: Binding, stored: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._bound = (BoundModule(graph, binding),)
+        self._names = [f"weight_{index}" for index, _ in enumerate(binding.inputs)]
+        for name, tensor in zip(self._names, stored, strict=True):
+            self.register_buffer(name, tensor)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> object:
+        """The module's outputs."""
+        return self._bound[0](inputs, tuple(self.get_buffer(name) for name in self._names))
+
+
 def trace(
-    graph: Graph, binding: Binding, within: Mapping[str, Range] = MappingProxyType({})
+    graph: Graph,
+    binding: Binding,
+    within: Mapping[str, Range] = MappingProxyType({}),
+    stored: Sequence[torch.Tensor] | None = None,
 ) -> torch.export.ExportedProgram:
     """The exported program over (inputs, weights), with the graph's axes as dynamic dimensions.
 
-    `within` narrows axes to ranges; the others have all their sizes.
+    `within` narrows axes to ranges; the others have all their sizes. With `stored` tensors of an instance on the CPU
+    the program is over (inputs), and they are its constants.
     """
     sizes = trace_sizes(graph, binding) | {name: each.optimum for name, each in within.items()}
     dimensions = _Dimensions({name: each.maximum for name, each in within.items()})
@@ -98,8 +118,11 @@ def trace(
             for group in (graph.inputs, binding.inputs)
         )
     dynamic = tuple(tuple(dimensions.of(s.shape) for s in group) for group in (graph.inputs, binding.inputs))
+    module: torch.nn.Module = BoundModule(graph, binding)
+    if stored is not None:
+        module, arguments, dynamic = BakedModule(graph, binding, stored), arguments[:1], dynamic[:1]
     with torch.no_grad():
-        return torch.export.export(BoundModule(graph, binding), arguments, dynamic_shapes=dynamic, strict=False)
+        return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
 
 
 def axes(specs: Iterable[TensorSpec | WeightInput]) -> dict[str, Axis]:

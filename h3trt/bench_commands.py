@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from engines.profile import Profile
 
 
+DEFAULT_PROFILE = "h200_inductor"
+"""The profile whose results have its subject's name alone."""
+
+
 class Subject(StrEnum):
     """What can be measured."""
 
@@ -27,6 +31,7 @@ class Subject(StrEnum):
     END_TO_END = "end-to-end"
     QUALITY = "quality"
     TAIL = "tail"
+    PACKAGES = "packages"
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     subject: Annotated[Subject, typer.Argument(help="What to measure.")],
-    profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = "h200_inductor",
+    profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = DEFAULT_PROFILE,
     rows: Annotated[int, typer.Option(min=1, help="Rows of attention, gemm, rows and block.")] = 58_880,
     forwards: Annotated[int, typer.Option(min=2, help="Forwards of denoiser, end-to-end and quality.")] = 4,
     store: Annotated[
@@ -54,7 +59,7 @@ def bench(
     tail: decoding and encoding one after the other and side by side, on a GPU or with the profile cpu.
     block: one transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles
     of a clip and its MP4. end-to-end: a request, by stages. quality: clips of every tier of a profile, or of a store on
-    any machine, beside lossless ones.
+    any machine, beside lossless ones. packages: no measurement, but all that the others compile, side by side.
     """
     if subject is Subject.QUALITY:
         clips = {"aspect_ratio": "16:9", "duration": duration, "num_inference_steps": forwards}
@@ -68,7 +73,8 @@ def bench(
     # What is measured is the first tier; engines of others would only take time to compile.
     loaded = _on_this_gpu(profile).model_copy(update={"quality": {}})
     measured = _measure(subject, loaded, _made(work), rows, forwards)()
-    for file in report.write(measured, out, subject.replace("-", "_")):
+    name = subject.replace("-", "_") if profile == DEFAULT_PROFILE else f"{subject.replace('-', '_')}.{profile}"
+    for file in report.write(measured, out, name):
         console.line(f"{file}")
     console.line(report.table(measured))
 
@@ -116,7 +122,7 @@ def _quality(store: Path | None, profile: str, work: Path, params: Mapping[str, 
 
 def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards: int) -> Callable[[], dict[str, Any]]:
     """What is to be measured, ready to be called."""
-    from bench import attention, block, denoiser, end_to_end, gemm, vae
+    from bench import attention, block, denoiser, end_to_end, gemm, packages, vae
     from bench import rows as row_work
     from engines.plan import released_outline
 
@@ -128,5 +134,6 @@ def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards
         Subject.BLOCK: lambda: block.measure(work, rows),
         Subject.DENOISER: lambda: denoiser.measure(work, profile, forwards),
         Subject.VAE: lambda: vae.measure(work, profile),
+        Subject.PACKAGES: lambda: packages.measure(work, profile),
         Subject.END_TO_END: lambda: end_to_end.measure(work, profile, forwards=forwards),
     }[subject]

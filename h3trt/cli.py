@@ -15,6 +15,7 @@ from h3trt import (
     console,
     gateway_commands,
     health_commands,
+    perf_commands,
     plan_commands,
     serve_commands,
 )
@@ -60,6 +61,7 @@ build_commands.register(app)
 serve_commands.register(app)
 gateway_commands.register(app)
 health_commands.register(app)
+perf_commands.register(app)
 
 
 def main() -> None:

@@ -58,6 +58,11 @@ _CODES = {
     ("engines.steps", "StepFailed"): Exit.ENGINES,
     ("runtime.text", "TokenizerError"): Exit.ENGINES,
     ("triton_repo.errors", "ServerError"): Exit.SERVER,
+    ("bench.perf.install", "InstallError"): Exit.SERVER,
+    ("bench.perf.analyzer", "AnalyzerError"): Exit.SERVER,
+    ("bench.perf.aiperf", "AiperfError"): Exit.SERVER,
+    ("bench.perf.workload", "WorkloadError"): Exit.USAGE,
+    ("bench.perf.clips", "ClipError"): Exit.VERIFICATION,
     ("runtime.probe", "ProbeError"): Exit.VERIFICATION,
     ("runtime.events", "Cancelled"): Exit.CANCELLED,
 }

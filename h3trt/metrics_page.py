@@ -58,6 +58,8 @@ each line a JSON object. The gateway writes such lines to standard error.
 
 To find everything about a request or an incident:
 
+<!-- needs: the log of a server, and an id -->
+
     grep '"request": "ID"' build/triton/cpu/server.log
     grep '"incident": "ID"' build/triton/cpu/server.log
 

@@ -10,6 +10,7 @@ from h3trt.exits import CommandError
 CHECKPOINT = Path("build/checkpoint")
 OUTPUT = Path("out")
 GATEWAY = OUTPUT / "gateway"
+PERF = Path("build/perf")
 
 
 def engine_store(profile: str) -> Path:

@@ -125,6 +125,9 @@ def generate(
     first: Annotated[str | None, typer.Option(help="Image that is the first frame: a file or a URL.")] = None,
     last: Annotated[str | None, typer.Option(help="Image that is the last frame: a file or a URL.")] = None,
     ref: Annotated[list[str] | None, typer.Option(help=REF_HELP)] = None,
+    quality: Annotated[
+        str | None, typer.Option(help="Tier, such as lossless, skip or sage; which there are is the profile's choice.")
+    ] = None,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds until the clip must be there; refused at once if it cannot be.")
     ] = None,
@@ -152,6 +155,7 @@ def generate(
         "height": height,
         "seed": seed,
         "num_inference_steps": forwards,
+        "quality": quality,
         "num_outputs_per_prompt": outputs,
         "deadline": deadline,
     }

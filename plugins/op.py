@@ -57,6 +57,7 @@ class Op:
     text of an ONNX function's statements; inputs and @attributes have the reference's names, outputs those of
     `results`; an op with several of these returns a tuple. `plugin_shapes` makes it a TensorRT plugin
     (`plugins.tensorrt_plugin`); without them TensorRT takes the op by its name or inlines the function.
+    `result_types`: their ONNX types, where they are not the first input's and, of all but the first result, int64.
     `fused`: a compiler that takes the reference apart, and fuses it with its neighbours, does better than a fast
     implementation that it can only call.
     """
@@ -68,6 +69,7 @@ class Op:
     fast: tuple[Fast, ...] = ()
     plugin_shapes: Shapes | None = None
     results: tuple[str, ...] = ("result",)
+    result_types: tuple[str, ...] = ()
     fused: bool = False
 
     @cached_property
@@ -152,7 +154,7 @@ class Op:
     @property
     def _result_types(self) -> tuple[str, ...]:
         """The first result has the first input's type; what an op counts beside it is int64."""
-        return f"T_{self.inputs[0]}", *("tensor(int64)" for _ in self.results[1:])
+        return self.result_types or (f"T_{self.inputs[0]}", *("tensor(int64)" for _ in self.results[1:]))
 
     @cached_property
     def _parameters(self) -> dict[str, type]:

@@ -8,6 +8,7 @@ whoever registers a creator passes the module.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from plugins.op import DOMAIN, Op, Shapes
+from plugins.registry import find
 
 VERSION = "1"
 
@@ -61,6 +63,23 @@ def creator(trt: ModuleType, op: Op) -> object:
             return plugin({field.name: field.data for field in fields})
 
     return Creator()
+
+
+@cache
+def register(trt: ModuleType, name: str) -> object:
+    """Has TensorRT's registry find the plugin of an op, unless it does already; returns its creator.
+
+    The registry keeps its address, so the creator stays as long as this process.
+
+    Raises:
+        PluginError: the op is no plugin, or the registry does not take it.
+        KeyError: there is no such op.
+    """
+    registry: Any = trt.get_plugin_registry()
+    made: Any = creator(trt, find(name))
+    if not registry.register_creator(made, made.plugin_namespace):
+        raise PluginError(f"op {name}: TensorRT's registry does not take it as {DOMAIN}::{name}, version {VERSION}")
+    return made
 
 
 def plugin_class(trt: ModuleType, op: Op, shapes: Shapes) -> Any:

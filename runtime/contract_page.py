@@ -63,9 +63,11 @@ _REFUSALS = """## Refusals
 A refusal is one line that names the field as it was written, the value, the rule and, where there is one, the nearest
 legal value:
 
-    duration: got 3.99; must be a number, from 4 to 15 seconds; nearest legal: 4
-    fps: got 30; must be a number, exactly 24; nearest legal: 24
-    lora: got {'name': 'turbo'}; not offered (adapters chosen by the request)
+```text
+duration: got 3.99; must be a number, from 4 to 15 seconds; nearest legal: 4
+fps: got 30; must be a number, exactly 24; nearest legal: 24
+lora: got {'name': 'turbo'}; not offered (adapters chosen by the request)
+```
 
 Over gRPC it is the message of an INVALID_ARGUMENT status; on a stream, whose errors have no status, the text alone.
 """

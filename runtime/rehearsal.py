@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from plugins.shape import ASPECT_RATIOS, SECONDS_MAXIMUM, SECONDS_MINIMUM, Shape
 from runtime.contract import PROMPT_CHARACTERS, SIDE_MINIMUM
 from runtime.events import Cancellation
 from runtime.intake import Taken
-from runtime.pipeline import Encoded, Pipeline, Progress
+from runtime.pipeline import STAGES, Encoded, Pipeline, PipelineStage, Progress
 from runtime.task import tasks_of
 
 WORD = "word "
@@ -32,28 +32,35 @@ TEXT_ROWS = 64
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A request from text, of one forward."""
+    """Stages of a request from text, of one forward."""
 
     prompt: str
     params: Mapping[str, Any]
+    stages: tuple[PipelineStage, ...]
 
 
-def rehearsals(manifest: Manifest) -> Iterator[Rehearsal]:
-    """Those of a store, the smallest size last and once more, when nothing is done for the first time.
+def rehearsals(manifest: Manifest, stages: Collection[PipelineStage] = STAGES) -> Iterator[Rehearsal]:
+    """Those of a store's stages, the smallest size last and once more, when nothing is done for the first time.
 
-    A profile with ranges of rows has one for the largest clip of each, and one for a long prompt; further tiers of
-    quality have one each. Without text to video there is none.
+    A profile with ranges of rows has one for the largest clip of each, and one of encoding a long prompt; further tiers
+    of quality have one of denoising each. Without text to video there is none.
     """
     if "t2va" not in tasks_of(manifest.bindings):
         return
+    for rehearsal in _of_all_stages(manifest):
+        if own := tuple(stage for stage in rehearsal.stages if stage in stages):
+            yield replace(rehearsal, stages=own)
+
+
+def _of_all_stages(manifest: Manifest) -> Iterator[Rehearsal]:
     sizes = [_largest_within(end, manifest) for end in sorted(manifest.profile.shapes.get("rows", ()), reverse=True)]
     sizes = sizes or [_SMALLEST]
     for size in sizes:
         yield _rehearsal(SHORT_PROMPT, size)
     if len(manifest.profile.shapes.get("text_rows", ())) > 1:
-        yield _rehearsal(LONG_PROMPT, sizes[-1])
+        yield _rehearsal(LONG_PROMPT, sizes[-1], "encode")
     for tier in manifest.profile.tiers[1:]:
-        yield _rehearsal(SHORT_PROMPT, {**sizes[-1], "quality": tier.name})
+        yield _rehearsal(SHORT_PROMPT, {**sizes[-1], "quality": tier.name}, "denoise")
     yield _rehearsal(LAST_PROMPT, sizes[-1])
 
 
@@ -65,8 +72,8 @@ _SMALLEST: Mapping[str, Any] = {
 }
 
 
-def _rehearsal(prompt: str, size: Mapping[str, Any]) -> Rehearsal:
-    return Rehearsal(prompt, {**size, "num_inference_steps": 1})
+def _rehearsal(prompt: str, size: Mapping[str, Any], *stages: PipelineStage) -> Rehearsal:
+    return Rehearsal(prompt, {**size, "num_inference_steps": 1}, stages or STAGES)
 
 
 def _largest_within(rows: int, manifest: Manifest) -> Mapping[str, Any]:
@@ -82,20 +89,22 @@ def _largest_within(rows: int, manifest: Manifest) -> Mapping[str, Any]:
     return found
 
 
-def rehearse(pipeline: Pipeline, stages: Collection[str], rehearsal: Rehearsal, progress: Progress) -> Taken:
-    """Runs those of a pipeline's stages that are named; zeros stand for what the others would give.
+def rehearse(pipeline: Pipeline, rehearsal: Rehearsal, progress: Progress) -> Taken:
+    """Runs a rehearsal's stages; zeros stand for what the others would give.
 
     Raises RequestError for one that this machine does not admit.
     """
     taken = pipeline.take(rehearsal.prompt, rehearsal.params)
     resolved, cancellation = taken.resolved, Cancellation()
     encoded = (
-        pipeline.encode(taken, progress, cancellation) if "encode" in stages else _encoded(taken, pipeline.manifest)
+        pipeline.encode(taken, progress, cancellation)
+        if "encode" in rehearsal.stages
+        else _encoded(taken, pipeline.manifest)
     )
     latents = [_latents(taken, pipeline.manifest)]
-    if "denoise" in stages:
+    if "denoise" in rehearsal.stages:
         latents = list(pipeline.denoise(resolved, encoded, progress, cancellation))
-    if "decode" in stages:
+    if "decode" in rehearsal.stages:
         for video, audio in latents:
             pipeline.decode(resolved, video, audio, progress, cancellation)
     return taken

@@ -1,4 +1,4 @@
-"""A sweep as files: JSON with everything, CSV of the points, a table in Markdown, and a plot of latency by throughput."""
+"""A sweep as files: JSON with everything, CSV of the points, a table in Markdown, and a plot."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _write_csv(points: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _draw(measured: Mapping[str, Any], file: Path) -> None:
-    """A line for each visit of a duration through its concurrencies, p50 with a bar up to p95; crosses did not settle."""
+    """Latency by throughput: a line for each visit of a duration, p50 with a bar to p95; crosses did not settle."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -96,6 +96,7 @@ def _draw(measured: Mapping[str, Any], file: Path) -> None:
         axes.plot([], [], "x", color="red", markersize=11, label="did not settle")
     axes.set_xlabel("clips a minute")
     axes.set_ylabel("latency, s: p50, with a bar to p95")
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_title(f"{measured['what']}\n{measured['client']}, by concurrency", fontsize=9)
     axes.legend(fontsize=8)

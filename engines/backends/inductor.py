@@ -7,13 +7,15 @@ tensors, and the caches of `torch.compile` hold pickled graphs, so neither is wr
 
 from __future__ import annotations
 
+import importlib.metadata
 import operator
 import shlex
 import shutil
+import subprocess
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
+from engines.backends.fp8_producers import quantise_in_producers
 from engines.store import AxisRange
 from export.binding import Binding
 from export.graphs.graph import Graph
 from export.trace import axes, trace
 from plugins.op import DOMAIN
+from plugins.ops import quantised_rows
 from plugins.registry import REGISTRY
 
 OPTIONS: dict[str, Any] = {
@@ -46,6 +50,15 @@ def missing_compiler() -> str | None:
     return "inductor needs a C++ compiler, and g++ is not installed; run: apt-get install g++"
 
 
+def toolchain() -> dict[str, str]:
+    """What a package is compiled with: torch's build, Triton, the C++ compiler's first line; "" for what is missing."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = ""
+    return {"torch": str(torch.__version__), "triton": triton, "compiler": _compiler_version()}
+
+
 def ranges(graph: Graph, binding: Binding, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, AxisRange]:
     """The sizes that a program is compiled for: all that `shapes` allows, tuned for the end of its first range.
 
@@ -61,10 +74,16 @@ def ranges(graph: Graph, binding: Binding, shapes: Mapping[str, tuple[int, ...]]
 
 
 def compile_graph(
-    graph: Graph, binding: Binding, within: Mapping[str, AxisRange], device: torch.device, package: Path
+    graph: Graph,
+    binding: Binding,
+    within: Mapping[str, AxisRange],
+    device: torch.device,
+    package: Path,
+    stored: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, int]:
     """Writes the package of a graph for sizes `within` ranges; counts the registry's operators that it calls.
 
+    With an instance's `stored` tensors, on the CPU, these are in the package, and it takes the graph's inputs alone.
     Everything that the compiler keeps meanwhile lies beside the package.
 
     Raises:
@@ -73,7 +92,7 @@ def compile_graph(
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-    program = lower(trace(graph, binding, within), device)
+    program = lower(trace(graph, binding, within, stored), device)
     with tempfile.TemporaryDirectory(dir=package.parent) as directory, temporary_cache_dir(directory), torch.no_grad():
         options = OPTIONS | {"cpp.cxx": (None, str(_compiler(Path(directory))))}
         aoti_compile_and_package(program, package_path=str(package), inductor_configs=options)
@@ -98,6 +117,13 @@ def _compiler_command() -> str:
     return shutil.which(configured) or shutil.which("g++") or "g++"
 
 
+def _compiler_version() -> str:
+    if missing_compiler():
+        return ""
+    command = _compiler_command(), "--version"
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("\n")[0]  # noqa: S603
+
+
 def _runtime() -> str:
     """The linker's option for the C++ runtime of this process; nothing where none is found."""
     loaded = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
@@ -109,6 +135,10 @@ def lower(program: ExportedProgram, device: torch.device) -> ExportedProgram:
     """The program on a device, its operators replaced by what inductor can fuse, wherever there is such a form."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     moved = move_to_device_pass(program, {"cpu": str(device)}) if device.type != "cpu" else program
+    if device.type == "cuda" and capability >= quantised_rows.CAPABILITY:
+        quantise_in_producers(moved.graph)
+    if capability >= quantised_rows.CAPABILITY:
+        quantise_in_producers(moved.graph)
     plain = {op.overload: op.plain_implementation(device.type, capability) for op in REGISTRY}
     table: dict[Any, Callable[..., Any]] = dict(torch.export.default_decompositions())
     # Inductor takes a fused kernel for it; what it decomposes to would hold all scores.

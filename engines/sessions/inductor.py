@@ -231,20 +231,28 @@ class PlacedTensors:
 def _load(store: EngineStore, file: FileRecord, device: torch.device) -> Any:
     """torch's loader over a package whose bytes have been verified.
 
-    It is opened from a copy that no other user can write, so that what is loaded is what was verified; the loader
-    unpacks it, and needs the file no more.
+    It is opened from a copy that no other user can write, so that what is loaded is what was verified.
     """
-    for op in REGISTRY:
-        assert op.overload  # programs find operators by their names
     content = store.read(file)
     with tempfile.TemporaryDirectory(prefix="h3trt-") as directory:
         package = Path(directory) / "program.pt2"
         package.write_bytes(content)
         try:
-            index = -1 if device.index is None else device.index
-            # One run at a time: without the loader's own pool, no run waits for the one before it.
-            return torch._C._aoti.AOTIModelPackageLoader(str(package), MODEL, True, 1, index)
+            return open_package(package, device)
         except RuntimeError as error:
             raise StoreError(
                 f"{store.root / file.path}: is not opened: {error}; {rebuild_advice(store.root)}"
             ) from error
+
+
+def open_package(package: Path, device: torch.device) -> Any:
+    """torch's loader over a package, which it unpacks and needs no more.
+
+    Raises:
+        RuntimeError: its library does not open.
+    """
+    for op in REGISTRY:
+        assert op.overload  # programs find operators by their names
+    index = -1 if device.index is None else device.index
+    # One run at a time: without the loader's own pool, no run waits for the one before it.
+    return torch._C._aoti.AOTIModelPackageLoader(str(package), MODEL, True, 1, index)

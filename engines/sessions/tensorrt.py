@@ -22,6 +22,9 @@ from engines.sessions.gpu import CudaGpu, Gpu, RunQueue
 from engines.sessions.placement import Placement, place
 from engines.sessions.runtime_cache import RuntimeCache
 from engines.store import AxisRange, EngineRecord, EngineStore, FileRecord, Partition, StoreError, rebuild_advice
+from plugins.op import DOMAIN
+from plugins.registry import REGISTRY
+from plugins.tensorrt_plugin import register
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -176,6 +179,14 @@ class Activations:
         self._memory = None
 
 
+def _register_plugins(opening: Opening, flavour: tensorrt.Flavour) -> None:
+    """Has TensorRT find the plugins that are in the plans; TensorRT-RTX has none."""
+    operators = {name for graph in opening.graphs for name in opening.store.manifest.graphs[graph].census}
+    for op in REGISTRY if flavour.has_plugins else ():
+        if op.plugin_shapes is not None and f"{DOMAIN}::{op.name}" in operators:
+            register(flavour.module, op.name)
+
+
 class _Opener:
     """Makes execution contexts of plan files, or says why they cannot be."""
 
@@ -185,6 +196,7 @@ class _Opener:
         self._gpu = gpu
         self._errors: list[str] = []
         self._logger = tensorrt.make_logger(flavour, self._listen)
+        _register_plugins(opening, flavour)
         self._runtime: trt.Runtime = flavour.module.Runtime(self._logger)
         self._cache: RuntimeCache | None = None
         if flavour.has_runtime_cache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,10 +81,15 @@ class _Place(NamedTuple):
     nbytes: int
 
 
+def aligned_offsets(sizes: Iterable[int]) -> list[int]:
+    """Where each of some weights begins in one piece of memory, and where that ends, in bytes."""
+    return list(itertools.accumulate(map(_aligned, sizes), initial=0))
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _starts(sizes: Mapping[Region, int]) -> dict[Region, _Place]:
-    offsets = itertools.accumulate(map(_aligned, sizes.values()), initial=0)
+    offsets = aligned_offsets(sizes.values())
     return {region: _Place(offset, nbytes) for (region, nbytes), offset in zip(sizes.items(), offsets, strict=False)}

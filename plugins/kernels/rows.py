@@ -1,4 +1,4 @@
-"""Kernels over packed rows: one program a row (or a row's heads), float32 inside, one rounding at the end.
+"""Kernels over packed rows: one program a row, float32 inside, one rounding at the end.
 
 Row numbers are 64-bit wherever they are multiplied: 110,592 rows of the feed-forward pass 2^31 elements.
 """
@@ -13,9 +13,6 @@ from plugins.ops.fp8_linear import E4M3, E4M3_MAX, SCALE_FLOOR
 
 WARPS = 8
 """Warps of a program that holds a whole row of some thousands of channels in registers."""
-
-HEADS = 8
-"""Heads that one program of `norm_rotary` turns."""
 
 
 @triton.jit
@@ -75,38 +72,6 @@ def _quantise(
 
 
 @triton.jit
-def _norm_rotary(
-    x, weight, cos, sin, out, heads, row_stride, head_stride, cos_stride, sin_stride, eps,
-    WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    turning, staying = tl.arange(0, PADDED), tl.arange(0, REST)
-    turns, stays = (turning < HALF)[None, :], (staying < WIDTH - 2 * HALF)[None, :]
-    there = (head < heads)[:, None]
-    source = x + row * row_stride + head[:, None] * head_stride
-    first = tl.load(source + turning[None, :], mask=there & turns, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + turning[None, :], mask=there & turns, other=0.0).to(tl.float32)
-    rest = tl.load(source + 2 * HALF + staying[None, :], mask=there & stays, other=0.0).to(tl.float32)
-    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
-    factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
-    first = first * factor * tl.load(weight + turning, mask=turning < HALF, other=0.0).to(tl.float32)[None, :]
-    second = second * factor * tl.load(weight + HALF + turning, mask=turning < HALF, other=0.0).to(tl.float32)[None, :]
-    rest = (
-        rest
-        * factor
-        * tl.load(weight + 2 * HALF + staying, mask=staying < WIDTH - 2 * HALF, other=0.0).to(tl.float32)[None, :]
-    )
-    kind = out.dtype.element_ty
-    c = tl.load(cos + row * cos_stride + turning, mask=turning < HALF, other=0.0).to(kind).to(tl.float32)[None, :]
-    s = tl.load(sin + row * sin_stride + turning, mask=turning < HALF, other=0.0).to(kind).to(tl.float32)[None, :]
-    target = out + (row * heads + head[:, None]) * WIDTH
-    tl.store(target + turning[None, :], (first * c - second * s).to(kind), mask=there & turns)
-    tl.store(target + HALF + turning[None, :], (second * c + first * s).to(kind), mask=there & turns)
-    tl.store(target + 2 * HALF + staying[None, :], rest.to(kind), mask=there & stays)
-
-
-@triton.jit
 def _gated(x, update, gate, index, out, width, gate_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -161,21 +126,6 @@ def quantise_rows(x: torch.Tensor) -> Quantised:
         x, out, scales, x.shape[1], x.stride(0), LARGEST=E4M3_MAX, FLOOR=SCALE_FLOOR, BLOCK=block, num_warps=WARPS
     )
     return out, scales
-
-
-def norm_rotary(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, rotated: int
-) -> torch.Tensor:
-    """As `plugins.ops.norm_rotary.reference`; x's rows and heads may lie apart, as in a packed projection."""
-    rows, heads, width = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = rotated // 2
-    _norm_rotary[rows, triton.cdiv(heads, HEADS)](
-        x, weight, cos, sin, out, heads, x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), eps,
-        WIDTH=width, HALF=half, PADDED=triton.next_power_of_2(half),
-        REST=triton.next_power_of_2(max(1, width - rotated)), HEADS=HEADS,
-    )  # fmt: skip
-    return out
 
 
 def gated_residual(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

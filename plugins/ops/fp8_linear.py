@@ -14,7 +14,12 @@ E4M3_MAX = 448.0
 SCALE_FLOOR = 1e-30
 """Least scale of a row, so that a row of zeros gives zeros; far enough from float32's subnormals to divide by."""
 
-_TENSOR_CORE_MULTIPLE = 16
+FAST_SUMS = True
+"""Products are summed inside the tensor cores, on Hopper with about 14 bits (arXiv 2412.19437, 3.3.2): at the model's
+sizes an H200 is a tenth faster so, and results are off by 3.75% of their length either way, which is the operands'
+rounding (bench/results/gemm.json)."""
+
+TENSOR_CORE_MULTIPLE = 16
 """cuBLASLt takes 8-bit operands whose sizes are multiples of this."""
 
 
@@ -47,22 +52,20 @@ def fake(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> t
 def scaled_mm(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
     """The product on FP8 tensor cores (compute capability 8.9 and up).
 
-    Sizes that they do not take go the reference's way. Products are summed inside the tensor cores, on Hopper with
-    about 14 bits (arXiv 2412.19437, 3.3.2): at the model's sizes an H200 is a tenth faster so, and results are off by
-    3.75% of their length either way, which is the operands' rounding (bench/results/gemm.json).
+    Sizes that they do not take go the reference's way.
     """
     channels, inner = weight.shape
-    if channels % _TENSOR_CORE_MULTIPLE or inner % _TENSOR_CORE_MULTIPLE or not x.numel():
+    if channels % TENSOR_CORE_MULTIPLE or inner % TENSOR_CORE_MULTIPLE or not x.numel():
         return reference(x, weight, weight_scale)
     values, scale = _quantise_quickly(x.reshape(-1, inner).float())
     # The second operand is wanted column by column, which is how [N, K] rows lie.
     if x.dtype == torch.bfloat16:
         scales = scale, weight_scale.unsqueeze(0)
-        result = torch._scaled_mm(values, weight.T, *scales, out_dtype=x.dtype, use_fast_accum=True)
+        result = torch._scaled_mm(values, weight.T, *scales, out_dtype=x.dtype, use_fast_accum=FAST_SUMS)
     else:
         # Scales by row and channel are for bfloat16 results only.
         one = scale.new_ones(())
-        sums = torch._scaled_mm(values, weight.T, one, one, out_dtype=torch.float32, use_fast_accum=True)
+        sums = torch._scaled_mm(values, weight.T, one, one, out_dtype=torch.float32, use_fast_accum=FAST_SUMS)
         result = (sums * scale * weight_scale).to(x.dtype)
     return result.reshape(*x.shape[:-1], channels)
 
@@ -76,19 +79,19 @@ def _quantise_quickly(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x * scale.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
-def scaled_rows(largest: float) -> str:
-    """Statements of a function's body that make `scale` and `scaled_x`: rows of x with magnitudes up to `largest`."""
+def scaled_rows(largest: float, x: str = "x") -> str:
+    """Statements that make `row_scale` and `scaled_x` in a function's body: rows of x, scaled up to `largest`."""
     return f"""
-    magnitude = Abs (x)
+    magnitude = Abs ({x})
     last = Constant <value_ints = [-1]> ()
     amax = ReduceMax <keepdims = 1> (magnitude, last)
     wide_amax = Cast <to = 1> (amax)
     largest = Constant <value_float = {largest}> ()
     exact_scale = Div (wide_amax, largest)
     floor = Constant <value_float = {SCALE_FLOOR}> ()
-    scale = Max (exact_scale, floor)
-    wide_x = Cast <to = 1> (x)
-    scaled_x = Div (wide_x, scale)
+    row_scale = Max (exact_scale, floor)
+    wide_rows = Cast <to = 1> ({x})
+    scaled_x = Div (wide_rows, row_scale)
 """
 
 
@@ -101,7 +104,7 @@ _PRODUCT = """
     wide_weight = DequantizeLinear (weight, one)
     columns = Transpose <perm = [1, 0]> (wide_weight)
     sums = MatMul (values, columns)
-    row_scaled = Mul (sums, scale)
+    row_scaled = Mul (sums, row_scale)
     scaled = Mul (row_scaled, weight_scale)
     result = CastLike (scaled, x)
 """

@@ -114,7 +114,7 @@ _BLOCKS = """
 _PRODUCT = """
     columns = Transpose <perm = [1, 0]> (channels)
     sums = MatMul (rows, columns)
-    row_scaled = Mul (sums, scale)
+    row_scaled = Mul (sums, row_scale)
     scaled = Mul (row_scaled, weight_scale)
     result = CastLike (scaled, x)
 """

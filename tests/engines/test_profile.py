@@ -181,6 +181,10 @@ def test_attention_that_cannot_be_is_refused(tmp_path: Path, lines: str, rule: s
             ("skip_below = 0.97", "skip_above = 0.97"),
             "skip_above = 0.97: unknown key; did you mean skip_below?",
         ),
+        (
+            ('backend = "onnxruntime"', 'backend = "inductor"'),
+            "quality.sage: 'inductor' has kernels for it on GPUs only",
+        ),
         (('weights = "bound"', 'weights = "baked"'), "quality.sage: must not be given with weights = 'baked'"),
     ],
 )
@@ -208,5 +212,5 @@ def test_only_back_ends_with_kernels_or_plugins_attend_otherwise_than_densely(
     file.write_text((PROFILES / "h200.toml").read_text().replace(*lines))
     assert "sage" in [tier.name for tier in Profile.load(file).tiers]
     file.write_text((PROFILES / "rtx5090.toml").read_text().replace(*lines))
-    with pytest.raises(ProfileError, match="backend = 'tensorrt_rtx' has no plugins, and so no kernels for it"):
+    with pytest.raises(ProfileError, match="'tensorrt_rtx' has no plugins, and so no kernels for it"):
         Profile.load(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Shop:
     root: Path
     bindings: Bindings
     gpu: HostGpu
+    census: dict[str, int] = field(default_factory=dict)
 
     def store(self, denoiser: str | int = "resident", weights: str = "bound", **plans: dict[str, Any]) -> EngineStore:
         """Scales lie one after another in the weight file, behind an odd byte."""
@@ -95,6 +96,7 @@ class Shop:
             outputs=(TensorRecord(name="out", dtype="float32", shape=("rows",)),),
             weights=(TensorRecord(name="scale", dtype="float32", shape=(1,)),),
             axes={"rows": AxisRecord(minimum=1, maximum=100, multiple=1)},
+            census=self.census,
             plan=PlanRecord.model_construct(capabilities=("8.9",), profiles=ranges),
         )
 
@@ -153,6 +155,22 @@ def test_engines_of_further_tiers_share_the_weights_on_the_device(shop: Shop, de
             assert torch.equal(found, hidden * SCALES["block"][instance])
     weights = [size for size in shop.gpu.allocated if size not in (100, 1000)]
     assert sorted(weights) == sorted(size for size in alone if size not in (100, 1000))
+
+
+@pytest.mark.parametrize(("flavour", "expected"), [("tensorrt", ["sage_attention"]), ("tensorrt_rtx", [])])
+def test_plugins_are_registered_before_plans_that_have_them_are_opened(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, flavour: str, expected: list[str]
+) -> None:
+    registered: list[str] = []
+
+    def register(module: object, name: str) -> None:
+        assert not shop.bindings.engines
+        registered.append(name)
+
+    monkeypatch.setattr("engines.sessions.tensorrt.register", register)
+    shop.census.update({"h3::sage_attention": 1, "h3::swiglu": 2, "::MatMul": 4})
+    TensorRTEngines(Opening(shop.store(), tuple(SCALES), ("fl2va",)), shop.bindings.flavour(flavour), shop.gpu)
+    assert registered == expected
 
 
 def test_one_plan_and_one_context_serve_all_instances(shop: Shop) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.profile import Profile
+from engines.profile import PROFILES, Profile
 from engines.store import EngineStore
 from export.miniature import write_miniature, write_sparse_released
 from h3trt.exits import Exit
@@ -55,3 +55,18 @@ def test_the_release_s_store_for_b300_needs_nothing_more_than_its_plans(tmp_path
         name.replace(".plan", ".emit") for name in put_off - {"manifest"}
     }
     assert f"h3trt engines build --profile b300 --store {tmp_path / 'store'} --resume" in result.stderr
+
+
+@pytest.mark.timeout(1200)
+def test_a_store_for_tensorrt_with_tiers_of_quality_lacks_nothing_but_its_plans(tmp_path: Path) -> None:
+    write_miniature(tmp_path / "checkpoint", "native", seed=0)
+    profile = tmp_path / "tiers.toml"
+    profile.write_text(
+        (PROFILES / "h200.toml").read_text() + "\n[quality.sage]\n[quality.skip]\nskip_threshold = 0.05\n"
+    )
+    result = build(str(profile), tmp_path)
+    assert result.returncode == Exit.INCOMPLETE, result.stderr
+    words = (line.split() for line in result.stderr.splitlines() if line.startswith("  "))
+    done = {line[1]: line[0] for line in words if len(line) == 2}
+    for graph in ("block.attend", "block.attend.sage", "block.attend.skip"):
+        assert [done[f"{graph}.{step}"] for step in ("emit", "compare", "plan")] == ["built", "built", "deferred"]

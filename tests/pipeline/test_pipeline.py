@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from runtime.events import Cancellation, Cancelled, Event
 from runtime.intake import Taken
 from runtime.pipeline import Pipeline
 from runtime.probe import inspect_mp4
+from runtime.tail import ENCODER_THREAD
 
 SMALLEST: dict[str, Any] = {"duration": 4, "aspect_ratio": "1:1", "width": 256, "height": 256}
 PROMPT = "A red fox runs over fresh snow"
@@ -80,7 +82,17 @@ def test_a_cancelled_request_does_no_further_unit_of_work(pipeline: Pipeline, st
     with pytest.raises(Cancelled, match=unit):
         list(pipeline.generate(request(pipeline), cancel_in_stage, cancellation))
     assert (seen[-1].stage, seen[-1].index) == (stage, 1), "one unit was done, and nothing after it"
+    assert ENCODER_THREAD not in [one.name for one in threading.enumerate()]
     assert all(pipeline.generate(request(pipeline), lambda event: None, Cancellation()))
+
+
+def test_fragments_leave_while_later_tiles_are_decoded(pipeline: Pipeline) -> None:
+    order: list[Event | bytes] = []
+    taken = request(pipeline, media={"container": "fragmented"})
+    (mp4,) = pipeline.generate(taken, order.append, Cancellation(), lambda index, piece: order.append(piece))
+    assert b"".join(one for one in order if isinstance(one, bytes)) == mp4
+    after = order[next(place for place, one in enumerate(order) if isinstance(one, bytes)) :]
+    assert [one for one in after if isinstance(one, Event)], "the first fragment left before the last tile was decoded"
 
 
 def test_progress_counts_every_unit_of_every_stage(pipeline: Pipeline) -> None:

@@ -10,7 +10,7 @@ import pytest
 from engines.profile import Profile
 from engines.store import EngineStore, Manifest
 from runtime.events import Event
-from runtime.pipeline import STAGES, Pipeline
+from runtime.pipeline import STAGES, Pipeline, PipelineStage
 from runtime.rehearsal import TEXT_ROWS, rehearsals, rehearse
 from runtime.request import resolve
 from tests.request.sizes import RELEASED
@@ -48,8 +48,15 @@ def test_without_ranges_the_smallest_clip_is_rehearsed_twice_with_other_words(st
 
 
 @pytest.mark.parametrize("stages", [STAGES, ("encode",), ("denoise",), ("decode",)], ids="+".join)
-def test_a_rehearsal_runs_the_stages_that_it_is_for(pipeline: Pipeline, stages: Collection[str]) -> None:
+def test_a_rehearsal_runs_the_stages_that_it_is_for(pipeline: Pipeline, stages: Collection[PipelineStage]) -> None:
     events: list[Event] = []
-    rehearse(pipeline, stages, next(rehearsals(pipeline.manifest)), events.append)
+    rehearse(pipeline, next(rehearsals(pipeline.manifest, stages)), events.append)
     assert list(dict.fromkeys(event.stage for event in events)) == list(stages)
     assert all(any(e.stage == stage and e.index == e.total for e in events) for stage in stages)
+
+
+def test_a_tier_of_quality_is_rehearsed_where_it_matters(pipeline: Pipeline) -> None:
+    tiers = {tier.name for tier in pipeline.manifest.profile.tiers[1:]}
+    assert tiers
+    assert {one.params.get("quality") for one in rehearsals(pipeline.manifest, ["denoise"])} == {None, *tiers}
+    assert {one.params.get("quality") for one in rehearsals(pipeline.manifest, ["decode"])} == {None}

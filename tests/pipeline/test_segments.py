@@ -31,9 +31,9 @@ def segmented(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.store
 
 
-def latents(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def latents(store: Path, quality: str = "lossless") -> tuple[torch.Tensor, torch.Tensor]:
     pipeline = Pipeline.open(store, stages=("encode", "denoise"))
-    taken = pipeline.take("A red fox runs over fresh snow", SMALLEST)
+    taken = pipeline.take("A red fox runs over fresh snow", {**SMALLEST, "quality": quality})
     encoded = pipeline.encode(taken, lambda event: None, Cancellation())
     rows = pipeline.layout(taken.resolved, encoded.tags).rows
     assert rows > 3 * ROW_CHUNK
@@ -49,3 +49,14 @@ def test_a_request_in_chunks_is_the_request(store: Path, segmented: Path) -> Non
     for ours, whole in zip(latents(segmented), latents(store), strict=True):
         # Latents are of scale 1. The sums are the same; a product of other heights may add in another order.
         assert (ours - whole).abs().max() < 2e-5
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("quality", ["skip", "sage"])
+def test_a_tier_in_chunks_is_the_tier(store: Path, segmented: Path, quality: str) -> None:
+    assert {"block.attend.skip", "block.attend.sage+skip"} <= set(EngineStore.open(segmented).manifest.graphs)
+    # Other sums put a few values to the other side of the middle of two E4M3 values.
+    limit = 2e-5 if quality == "skip" else 2e-3
+    for ours, whole in zip(latents(segmented, quality), latents(store, quality), strict=True):
+        assert (ours - whole).abs().max() < limit

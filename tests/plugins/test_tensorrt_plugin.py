@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 import tensorrt_lean_bindings as trt
 import torch
 
-from plugins.op import Op
+from engines.backends.tensorrt.builder import register_plugins
+from engines.backends.tensorrt.lowering import PLUGIN_VERSION, PLUGINS
+from engines.backends.tensorrt.request import Expected, PlanError, PlanRequest
+from engines.tensorrt import Flavour
+from plugins.op import DOMAIN, Op
 from plugins.registry import REGISTRY
-from plugins.tensorrt_plugin import PluginError, creator, run
+from plugins.tensorrt_plugin import VERSION, PluginError, creator, register, run
 
 WITH_PLUGINS = [op for op in REGISTRY if op.plugin_shapes is not None]
 EACH = pytest.mark.parametrize("op", WITH_PLUGINS, ids=lambda op: op.name)
@@ -40,6 +45,11 @@ def make(registry: Any, op: Op, leave_out: str | None = None) -> Any:
     ]
     made = registry.get_creator(op.name, "1", "h3")
     return made.create_plugin(op.name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
+
+
+def test_builds_lower_to_plugins_what_is_one() -> None:
+    assert set(PLUGINS) <= {op.name for op in WITH_PLUGINS}
+    assert PLUGIN_VERSION == VERSION
 
 
 def test_attention_ops_have_plugins() -> None:
@@ -87,6 +97,48 @@ def test_missing_attribute_is_named(registered: Any) -> None:
     op = next(op for op in WITH_PLUGINS if op.name == "sage_attention")
     with pytest.raises(PluginError, match="plugin sage_attention: attribute key_block is missing"):
         make(registered, op, leave_out="key_block")
+
+
+@pytest.fixture
+def untouched() -> Any:
+    """The registry without ours, as it is left."""
+    registry = trt.get_plugin_registry()
+    register.cache_clear()
+    yield registry
+    for op in WITH_PLUGINS:
+        if (found := registry.get_creator(op.name, VERSION, DOMAIN)) is not None:
+            registry.deregister_creator(found)
+    register.cache_clear()
+
+
+def test_a_plugin_is_registered_once_however_often_it_is_asked_for(untouched: Any) -> None:
+    assert untouched.get_creator("sage_attention", VERSION, DOMAIN) is None
+    first = register(trt, "sage_attention")
+    assert register(trt, "sage_attention") is first
+    assert untouched.get_creator("sage_attention", VERSION, DOMAIN).name == "sage_attention"
+
+
+def test_what_is_no_plugin_cannot_be_registered(untouched: Any) -> None:
+    with pytest.raises(PluginError, match="op swiglu: has no plugin_shapes"):
+        register(trt, "swiglu")
+    assert register(trt, "skip_softmax_attention") is not None
+    register.cache_clear()
+    with pytest.raises(PluginError, match="registry does not take it as h3::skip_softmax_attention, version 1"):
+        register(trt, "skip_softmax_attention")
+
+
+def test_a_build_registers_what_its_model_needs(untouched: Any, tmp_path: Path) -> None:
+    lean = Flavour("tensorrt", trt, str(trt.__version__))
+    wanted = PlanRequest.model_construct(graph="block", expected=expectation("sage_attention", "sage_attention"))
+    register_plugins(lean, wanted)
+    assert untouched.get_creator("sage_attention", VERSION, DOMAIN) is not None
+    assert untouched.get_creator("skip_softmax_attention", VERSION, DOMAIN) is None
+    with pytest.raises(PlanError, match=r"graph block: .*h3::vsa is not in plugins\.registry"):
+        register_plugins(lean, PlanRequest.model_construct(graph="block", expected=expectation("vsa")))
+
+
+def expectation(*plugins: str) -> Expected:
+    return Expected(attention_nodes=(), matmul_nodes={}, collective_nodes=(), plugins=plugins)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

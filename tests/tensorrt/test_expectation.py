@@ -7,7 +7,7 @@ import pytest
 from onnx import parser
 
 from engines.backends.tensorrt.expectation import expected
-from engines.backends.tensorrt.lowering import lower
+from engines.backends.tensorrt.lowering import PLUGINS, lower
 from export.emit import attach_functions
 from plugins.op import DOMAIN
 from tests.tensorrt.requests import attention, model
@@ -64,6 +64,29 @@ def test_collectives_and_plugins_are_expected() -> None:
     )
     found = expected(source, plugins=("modulated_rms_norm",))
     assert (found.collective_nodes, found.plugins) == (("swap",), ("modulated_rms_norm",))
+
+
+def sage_attention() -> onnx.ModelProto:
+    """SAGE attention with its function."""
+    heads = "bfloat16[1, 4, rows, 128]"
+    numbers = ", ".join(f"{name}: int = 64" for name in ("query_block", "key_block", "query_tile", "key_tile"))
+    source = model(
+        f"g ({heads} q, {heads} k, {heads} v, int64[1] n, float[1] t) => ({heads} y, int64[1, 4] c)"
+        f" {{ y, c = h3.sage_attention <scale: float = 0.1, {numbers}> (q, k, v, n, t) }}"
+    )
+    attach_functions(source)
+    return source
+
+
+def test_an_attention_without_a_native_layer_stays_one_node_that_says_which_plugin_it_is() -> None:
+    (node,) = lower(sage_attention(), PLUGINS).graph.node
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert (node.domain, node.op_type) == ("h3", "sage_attention")
+    assert (attributes["plugin_namespace"], attributes["plugin_version"]) == (b"h3", b"1")
+    assert attributes["key_block"] == 64
+    assert expected(sage_attention(), PLUGINS).plugins == ("sage_attention",)
+    # Where there are no plugins it is its function.
+    assert "sage_attention" not in {node.op_type for node in lower(sage_attention()).graph.node}
 
 
 def test_lowering_leaves_native_operators_with_their_attributes_and_names_every_node_once() -> None:

@@ -25,7 +25,7 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline = Pipeline.open(store, stages=["decode"])
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
-        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, ("decode",)))
+        self.warm(rehearsals(self.pipeline.manifest, ["decode"]), partial(rehearse, self.pipeline))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Decodes and encodes each output; refuses latents whose shape is not the request's."""

@@ -24,7 +24,7 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline = Pipeline.open(store, stages=["denoise"])
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
-        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, ("denoise",)))
+        self.warm(rehearsals(self.pipeline.manifest, ["denoise"]), partial(rehearse, self.pipeline))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Runs all forwards of every output; a cancelled request stops before the next one."""

@@ -25,7 +25,7 @@ class TritonPythonModel(adapter.UnaryModel):
         self.pipeline = Pipeline.open(store, stages=["encode"], cache=self.cache)
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
-        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, ("encode",)))
+        self.warm(rehearsals(self.pipeline.manifest, ["encode"]), partial(rehearse, self.pipeline))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:
         """Runs the encoders; refuses files and tokens that are not the resolved request's."""

@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation, Event
-from runtime.pipeline import STAGES, Pipeline
+from runtime.pipeline import Pipeline
 from runtime.rehearsal import rehearsals, rehearse
 from triton_repo import adapter
 
@@ -38,7 +38,7 @@ class TritonPythonModel(adapter.Model):
         self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
         self.measure(self.pipeline.manifest)
         self.pipeline.warm()
-        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline, STAGES))
+        self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline))
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answers each request with its messages, one request after the other."""

@@ -77,6 +77,7 @@ class _Build:
         """The serialized plan, and how many optimisation profiles it has."""
         trt = self._flavour.module
         model = lower(onnx.load(self._request.model, load_external_data=False), self._request.expected.plugins)
+        register_plugins(self._flavour, self._request)
         builder = trt.Builder(self._logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         alive = parse(self._flavour, self._request, model, network, self._logger)
@@ -161,6 +162,24 @@ class _Build:
         if file is None or not self._flavour.has_timing_cache:
             return None
         return TimingCache(config, file, self._messages)
+
+
+def register_plugins(flavour: Flavour, request: PlanRequest) -> None:
+    """Has TensorRT find the plugins that the model needs, if it needs any.
+
+    Raises:
+        PlanError: there is no such plugin, or TensorRT does not take it.
+    """
+    if not request.expected.plugins:
+        return
+    # Only here, as it needs torch: the builder times a plugin by running it.
+    from plugins.tensorrt_plugin import PluginError, register
+
+    for name in sorted(set(request.expected.plugins)):
+        try:
+            register(flavour.module, name)
+        except (PluginError, KeyError) as error:
+            raise PlanError(f"graph {request.graph}: {error}") from error
 
 
 def make_monitor(flavour: Flavour, progress: Progress) -> Any:
