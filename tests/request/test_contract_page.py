@@ -36,7 +36,7 @@ def test_the_example_resolves_as_it_reads() -> None:
 def test_a_refusal_reads_as_on_the_page(params: dict[str, object]) -> None:
     with pytest.raises(RequestError) as caught:
         resolve("a cat", {"aspect_ratio": "1:1", **params}, RELEASED)
-    assert f"    {caught.value}\n" in PAGE.read_text(encoding="utf-8")
+    assert f"\n{caught.value}\n" in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

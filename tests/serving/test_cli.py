@@ -164,7 +164,9 @@ def test_a_signal_ends_a_command_in_order(number: signal.Signals, tmp_path: Path
         "import socket, sys, threading; from h3trt.cli import main\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
         "url = '127.0.0.1:%d' % listener.getsockname()[1]\n"
-        "def say(): listener.accept(); print('waiting', flush=True)\n"
+        # A connection that nobody keeps is closed.
+        "kept = []\n"
+        "def say(): kept.append(listener.accept()); print('waiting', flush=True)\n"
         "threading.Thread(target=say, daemon=True).start()\n"
         "sys.argv = ['h3trt', 'generate', 'p', '--url', url]; main()"
     )
