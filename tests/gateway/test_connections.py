@@ -29,8 +29,8 @@ async def _echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def _connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    config = uvicorn.Config(_echo, http=Connection, log_config=None)
+async def _connected(app: Any = _echo) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    config = uvicorn.Config(app, http=Connection, log_config=None)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(config, ServerState(), {}), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
@@ -53,6 +53,24 @@ async def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest
         dripping = asyncio.create_task(drip())
         assert await asyncio.wait_for(reader.read(), 20) == b""
         dripping.cancel()
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_nobody_reads_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "STALL_SECONDS", PATIENCE)
+    ended = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        ended.set()
+
+    async with _connected(endless) as (_, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 20)
 
 
 @pytest.mark.anyio
