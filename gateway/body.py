@@ -12,7 +12,7 @@ from gateway.errors import ApiError, Code
 from gateway.form import admit, asked_of_form, asked_of_json
 from gateway.models import Asked
 from gateway.multipart import MultipartReader
-from gateway.settings import BODY_BYTES, BODY_SECONDS
+from gateway.settings import BODY_BYTES, BODY_RATE, BODY_SECONDS
 
 
 async def read_asked(request: Request) -> Asked:
@@ -38,6 +38,8 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > BODY_BYTES:
         raise _too_large()
     total, stream = 0, request.stream()
+    loop = asyncio.get_running_loop()
+    started = loop.time()
     while True:
         try:
             chunk = await asyncio.wait_for(anext(stream, None), BODY_SECONDS)
@@ -48,6 +50,8 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         if chunk is None:
             return
         total += len(chunk)
+        if loop.time() - started > BODY_SECONDS + total / BODY_RATE:
+            raise ApiError(Code.SLOW_BODY, f"the body must come with at least {BODY_RATE} bytes a second")
         if total > BODY_BYTES:
             raise _too_large()
         yield chunk

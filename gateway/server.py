@@ -11,6 +11,7 @@ import uvicorn
 
 from gateway.app import Gateway
 from gateway.clock import Clock
+from gateway.connections import Connection
 from gateway.jobs import Drained
 from gateway.settings import LOOPBACK_HOSTS, GatewaySettings
 from gateway.store import JobStore
@@ -31,6 +32,7 @@ class Server(uvicorn.Server):
         self._gateway = gateway
         config = uvicorn.Config(
             gateway.app,
+            http=Connection,
             limit_concurrency=CONNECTIONS,
             timeout_graceful_shutdown=FAREWELL_SECONDS,
             lifespan="on",

@@ -26,6 +26,9 @@ UPLOADS = 8
 BODY_SECONDS = 30.0
 """Longest pause of a client within a body."""
 
+BODY_RATE = 16 << 10
+"""Bytes a second that a body must come with, a first pause apart: few of them are read at the same time."""
+
 PREPARE_SECONDS = 120.0
 """Longest time that `h3_prepare` gets; it may fetch references from other hosts."""
 

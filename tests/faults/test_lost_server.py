@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -17,7 +18,10 @@ from tests.faults.http import GatewayProcess
 from tests.serving.conftest import Toy, Traces
 from tests.serving.test_life_cycle import Background
 from triton_repo.client import Client, ClientError, Failure
+from triton_repo.control import read_metrics
 from triton_repo.errors import ServerError
+from triton_repo.metric_table import WAITING
+from triton_repo.scrape import value
 from triton_repo.serving_state import ServingState
 from triton_repo.shared_memory import ROOT
 from triton_repo.watchdog import RestartPolicy, Watchdog
@@ -32,7 +36,9 @@ def test_what_a_killed_server_was_doing_fails_what_waited_runs_and_nothing_is_le
     policy = RestartPolicy(attempts=3, first_delay=0.05)
     with Watchdog(toy.settings, ServingState(toy.state), policy, told=_release(ready_again)) as watchdog:
         url = watchdog.endpoints.grpc
-        watching = Background(watchdog.run)
+        given_up: list[ServerError] = []
+        watching = threading.Thread(target=_watch, args=(watchdog, given_up), daemon=True)
+        watching.start()
         first = Traces(_pid(watchdog))
         with GatewayProcess(url, tmp_path / "gateway", "--concurrency", "1") as gateway:
             running = gateway.submit(**WORK)
@@ -40,7 +46,8 @@ def test_what_a_killed_server_was_doing_fails_what_waited_runs_and_nothing_is_le
             unary = Background(lambda: Client(url).generate_unary("p", WORK))
             queued = Background(lambda: Client(url).generate("p", WORK))
             waiting = gateway.submit(size=7)
-            time.sleep(0.5)
+            for model in ("first", "h3_stream"):
+                _wait_for_a_request(watchdog, model)
             os.kill(_pid(watchdog), signal.SIGKILL)
             for call in (unary, queued):
                 lost = call.join()
@@ -57,10 +64,18 @@ def test_what_a_killed_server_was_doing_fails_what_waited_runs_and_nothing_is_le
         assert Client(url).generate("p", {}).mp4 == b"m"
         (toy.store / "broken").touch()
         os.kill(_pid(watchdog), signal.SIGKILL)
-        assert isinstance(watching.join(), ServerError)
+        watching.join()
+    assert "the toy is broken" in str(given_up[0])
 
 
-def _release(semaphore: threading.Semaphore):  # type: ignore[no-untyped-def]
+def _watch(watchdog: Watchdog, given_up: list[ServerError]) -> None:
+    try:
+        watchdog.run()
+    except ServerError as error:
+        given_up.append(error)
+
+
+def _release(semaphore: threading.Semaphore) -> Callable[[str], None]:
     def told(text: str) -> None:
         if text.startswith("ready again"):
             semaphore.release()
@@ -71,6 +86,12 @@ def _release(semaphore: threading.Semaphore):  # type: ignore[no-untyped-def]
 def _pid(watchdog: Watchdog) -> int:
     assert watchdog.pid is not None
     return watchdog.pid
+
+
+def _wait_for_a_request(watchdog: Watchdog, model: str) -> None:
+    """Until one waits for the model."""
+    while not value(read_metrics(watchdog.endpoints.metrics), WAITING, model=model):
+        time.sleep(0.05)
 
 
 def _end_by_header(url: str) -> None:

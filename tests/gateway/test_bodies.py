@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -167,6 +168,21 @@ async def test_a_body_that_comes_to_a_halt_is_given_up(start: Start, monkeypatch
     async with start() as one:
         halted = Connection(one, "POST", "/v1/videos", body=None)
         assert await halted.status() == 408
+
+
+@pytest.mark.anyio
+async def test_a_body_that_drips_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte, none of them late."""
+    monkeypatch.setattr("gateway.body.BODY_SECONDS", 0.2)
+
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.02)
+
+    async with start() as one:
+        kind = {"Content-Type": "application/json"}
+        assert (await one.client.post("/v1/videos", content=drip(), headers=kind)).status_code == 408
 
 
 @pytest.mark.anyio

@@ -18,10 +18,13 @@ from tests.media.clips import noise, picture, saved, wav
 from tests.media.hostile import DECODED, HOSTILE
 from tests.request.media_vectors import MEDIA_VECTORS
 from tests.request.vectors import Vector
+from tests.serving.conftest import Traces
 from tests.serving.media_files import MEDIA_LIMITS, REF, Files, Limit, files_of
+from tests.serving.test_life_cycle import Background
 from triton_repo.client import Client, ClientError, Failure
 from triton_repo.metric_table import CACHE
 from triton_repo.server import TritonServer
+from triton_repo.shared_memory import ROOT as SHARED_MEMORY
 
 PROMPT = "A red fox trots through fresh snow."
 SMALL = {"width": 256, "height": 256, "duration": 4, "num_inference_steps": 1, "seed": 5}
@@ -209,27 +212,43 @@ def test_files_that_are_not_the_resolved_request_s_are_refused(client: Client, r
         assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_fifteen_mixed_requests_leave_what_six_left(client: Client, server: TritonServer) -> None:
+def test_twenty_mixed_requests_and_four_at_once_leave_what_six_left(client: Client, server: TritonServer) -> None:
     """Both times the last request was of one task: what it worked with may not be given back yet."""
-    _mixed(client, range(6))
-    before = _memory(server)
-    _mixed(client, range(6, 15))
-    assert _memory(server) < LEFT * before
+    _leave_nothing(client, server, 6, 21)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_fifty_mixed_requests_leave_what_five_left(client: Client, server: TritonServer) -> None:
-    _mixed(client, range(5))
-    before = _memory(server)
-    _mixed(client, range(5, 50))
+def test_two_hundred_mixed_requests_and_four_at_once_leave_what_six_left(client: Client, server: TritonServer) -> None:
+    _leave_nothing(client, server, 6, 201)
+
+
+def _leave_nothing(client: Client, server: TritonServer, some: int, all_of_them: int) -> None:
+    _mixed(client, range(some))
+    before, files = _memory(server), _shared_memory(server)
+    _mixed(client, range(some, all_of_them))
+    four = [Background(lambda seed=seed: _small(server, seed)) for seed in range(4)]
+    assert all(isinstance(one.join(), bytes) for one in four)
+    _mixed(client, range(all_of_them - 1, all_of_them))
     assert _memory(server) < LEFT * before
+    assert _shared_memory(server) == files
+
+
+def _small(server: TritonServer, seed: int) -> bytes:
+    params, files = TASKS[0]
+    with Client(server.endpoints.grpc) as client:
+        return client.generate(PROMPT, {**params, "seed": seed}, files=files).mp4
 
 
 def _mixed(client: Client, numbers: range) -> None:
     for index in numbers:
         params, files = TASKS[index % len(TASKS)]
         client.generate(PROMPT, {**params, "seed": index}, files=files)
+
+
+def _shared_memory(server: TritonServer) -> dict[str, int]:
+    """The sizes of its files in /dev/shm."""
+    return {name: (SHARED_MEMORY / name).stat().st_size for name in Traces(server.pid).shared_memory()}
 
 
 def _memory(server: TritonServer) -> int:
