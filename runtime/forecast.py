@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from engines.store import Manifest
@@ -65,10 +65,11 @@ class Forecaster:
             arrival=self._clock() if arrival is None else arrival,
         )
 
-    def mean(self, kind: str) -> float | None:
-        """Seconds of the latest requests of a kind of work that has no size."""
-        found = predict(self.records(), Work(kind, 1.0))
-        return None if found is None else found.seconds
+    def means(self, kinds: Iterable[str]) -> dict[str, float]:
+        """Seconds of the latest requests of each kind of work that has no size, where there were any."""
+        records = self.records()
+        found = {kind: predict(records, Work(kind, 1.0)) for kind in kinds}
+        return {kind: one.seconds for kind, one in found.items() if one is not None}
 
     def records(self) -> list[Record]:
         """Those of all processes."""

@@ -302,8 +302,8 @@ class Model(ABC):
             text = read_metrics(os.environ[METRICS_VARIABLE])
         except (KeyError, *UNREACHABLE):
             return None
-        means = {model: self.forecaster.mean(request_in(model).kind) for model in DEVICE_MODELS}
-        return queue_of(text, {model: mean for model, mean in means.items() if mean is not None})
+        kinds = {request_in(model).kind: model for model in DEVICE_MODELS}
+        return queue_of(text, {kinds[kind]: seconds for kind, seconds in self.forecaster.means(kinds).items()})
 
     def admitted(self, taken: Taken, arrival: int | None, queue: Queue | None) -> Resolved:
         """A request with its estimate. Raises RequestError and Late for one that cannot meet its deadline."""

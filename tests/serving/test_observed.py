@@ -49,18 +49,16 @@ def test_every_metric_that_the_dashboard_names_is_there(metrics: str) -> None:
     published = metrics + GatewayMetrics().text().decode()
     panels = json.loads(DASHBOARD.read_text())["panels"]
     named = {name for expr in _expressions(panels) for name in re.findall(r"\b(?:h3|nv)_\w+", expr)}
-    missing = [name for name in named if not re.search(rf"^(# TYPE )?{name}\b", published, re.MULTILINE)]
-    # A histogram or counter of the gateway without observations has only its type so far.
-    types = {name: re.sub(r"_(bucket|total)$", "", name) for name in missing}
-    assert [name for name, bare in types.items() if f"# TYPE {bare} " not in published and bare != name] == []
-    assert all(name.startswith("h3_gateway_") for name in missing), missing
-    assert len(named) > 15
+    families = {name.removesuffix("_bucket") for name in named}
+    assert [family for family in families if f"# TYPE {family} " not in published] == []
+    assert len(families) > 15
 
 
 def _expressions(panels: list[Any]) -> Iterator[str]:
     for panel in panels:
         for target in panel.get("targets", []):
-            yield target["expr"]
+            # Without the values of labels, which may be names of models.
+            yield re.sub(r'"[^"]*"', "", target["expr"])
 
 
 def test_the_stages_of_a_request_add_up_to_the_request(metrics: str) -> None:
