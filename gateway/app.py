@@ -22,6 +22,7 @@ from gateway.jobs import Jobs
 from gateway.metrics import GatewayMetrics
 from gateway.models import Models, TritonModels
 from gateway.operations import Operations
+from gateway.schema import without_defaults
 from gateway.settings import GatewaySettings
 from gateway.store import JobStore
 from gateway.videos import Videos
@@ -29,6 +30,14 @@ from runtime.refusal import show
 from triton_repo.logs import Log
 
 _log = Log("gateway")
+
+
+class _Application(FastAPI):
+    """With an OpenAPI document that says what there is and nothing else."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document."""
+        return without_defaults(super().openapi())
 
 
 class Gateway:
@@ -44,7 +53,7 @@ class Gateway:
         self._database = Database(lambda: JobStore(settings.folder / JobStore.FILE, clock))
         metrics = GatewayMetrics()
         self.jobs = Jobs(self._models, self._database, clips, settings, clock, metrics)
-        self.app = FastAPI(
+        self.app = _Application(
             title="MiniMax H3",
             description="Video with sound from text and reference media.",
             version="1",

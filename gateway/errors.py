@@ -23,11 +23,10 @@ class Code(StrEnum):
     REUSED_KEY = "idempotency_key_reused"
     TOO_LARGE = "too_large"
     MEDIA_TYPE = "unsupported_media_type"
-    RANGE = "range_not_satisfiable"
     JOB_FAILED = "job_failed"
-    QUEUE_FULL = "queue_full"
     IMPOSSIBLE = "deadline"
     LATE = "late"
+    QUEUE_FULL = "queue_full"
     CANCELLED = "cancelled"
     INTERNAL = "internal"
     UNAVAILABLE = "unavailable"
@@ -39,32 +38,36 @@ class Code(StrEnum):
     @property
     def status(self) -> int:
         """The HTTP status that goes with it."""
-        return _STATUS[self].value
+        return _CODES[self][0].value
+
+    @property
+    def meaning(self) -> str:
+        """What it says, for people."""
+        return _CODES[self][1]
 
 
-_STATUS = {
-    Code.INVALID: HTTPStatus.BAD_REQUEST,
-    Code.UNAUTHORIZED: HTTPStatus.UNAUTHORIZED,
-    Code.FORBIDDEN: HTTPStatus.FORBIDDEN,
-    Code.NOT_FOUND: HTTPStatus.NOT_FOUND,
-    Code.METHOD: HTTPStatus.METHOD_NOT_ALLOWED,
-    Code.SLOW_BODY: HTTPStatus.REQUEST_TIMEOUT,
-    Code.CONFLICT: HTTPStatus.CONFLICT,
-    Code.REUSED_KEY: HTTPStatus.UNPROCESSABLE_ENTITY,
-    Code.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    Code.MEDIA_TYPE: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    Code.RANGE: HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-    Code.JOB_FAILED: HTTPStatus.UNPROCESSABLE_ENTITY,
-    Code.QUEUE_FULL: HTTPStatus.TOO_MANY_REQUESTS,
-    Code.IMPOSSIBLE: HTTPStatus.UNPROCESSABLE_ENTITY,
-    Code.LATE: HTTPStatus.TOO_MANY_REQUESTS,
-    Code.CANCELLED: HTTPStatus.CONFLICT,
-    Code.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
-    Code.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
-    Code.DRAINING: HTTPStatus.SERVICE_UNAVAILABLE,
-    Code.RESTARTED: HTTPStatus.SERVICE_UNAVAILABLE,
-    Code.TIMEOUT: HTTPStatus.GATEWAY_TIMEOUT,
-    Code.STORAGE: HTTPStatus.INSUFFICIENT_STORAGE,
+_CODES = {
+    Code.INVALID: (HTTPStatus.BAD_REQUEST, "a field, header or body is not what it must be"),
+    Code.UNAUTHORIZED: (HTTPStatus.UNAUTHORIZED, "no key of this gateway came with the request"),
+    Code.FORBIDDEN: (HTTPStatus.FORBIDDEN, "another site's page, or a host name that is not this gateway's"),
+    Code.NOT_FOUND: (HTTPStatus.NOT_FOUND, "no such job or path, or a clip that is not there yet"),
+    Code.METHOD: (HTTPStatus.METHOD_NOT_ALLOWED, "the path has other methods; `Allow` lists them"),
+    Code.SLOW_BODY: (HTTPStatus.REQUEST_TIMEOUT, "the body came to a halt"),
+    Code.CONFLICT: (HTTPStatus.CONFLICT, "the job is being cancelled, or that of the idempotency key was deleted"),
+    Code.REUSED_KEY: (HTTPStatus.UNPROCESSABLE_ENTITY, "the idempotency key stands for another request"),
+    Code.TOO_LARGE: (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the body, or one part of it, is too large"),
+    Code.MEDIA_TYPE: (HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body is neither JSON nor a multipart form"),
+    Code.JOB_FAILED: (HTTPStatus.UNPROCESSABLE_ENTITY, "the job whose clip was asked for failed"),
+    Code.IMPOSSIBLE: (HTTPStatus.UNPROCESSABLE_ENTITY, "this server could never meet the deadline"),
+    Code.LATE: (HTTPStatus.TOO_MANY_REQUESTS, "what is before the request makes it too late for its deadline"),
+    Code.QUEUE_FULL: (HTTPStatus.TOO_MANY_REQUESTS, "too many jobs wait, or too many bodies are being read"),
+    Code.CANCELLED: (HTTPStatus.CONFLICT, "the job was cancelled"),
+    Code.INTERNAL: (HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of the server or the gateway; its log says which"),
+    Code.UNAVAILABLE: (HTTPStatus.SERVICE_UNAVAILABLE, "the server does not answer or was lost"),
+    Code.DRAINING: (HTTPStatus.SERVICE_UNAVAILABLE, "the gateway is stopping"),
+    Code.RESTARTED: (HTTPStatus.SERVICE_UNAVAILABLE, "the gateway ended before the job did"),
+    Code.TIMEOUT: (HTTPStatus.GATEWAY_TIMEOUT, "the clip or the server's check took too long"),
+    Code.STORAGE: (HTTPStatus.INSUFFICIENT_STORAGE, "the job or its clip could not be stored: the disk is full, say"),
 }
 
 _FAILURES = {

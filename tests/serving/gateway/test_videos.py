@@ -73,6 +73,21 @@ def test_a_clip_has_the_bytes_of_the_ensemble_and_is_what_its_record_says(
     assert set(job["stage_durations"]) == {"encode", "denoise", "decode"}
 
 
+def test_a_fragmented_clip_arrives_while_it_is_made(http: httpx2.Client) -> None:
+    body = {"prompt": PROMPT, **QUICK, "media": {"container": "fragmented"}}
+    pieces: list[bytes] = []
+    states: list[str] = []
+    with http.stream("POST", "/v1/videos/sync", json=body) as answer:
+        path = f"/v1/videos/{answer.headers['X-Request-Id']}"
+        for piece in answer.iter_raw():
+            pieces.append(piece)
+            states.append(http.get(path).json()["status"])
+    assert states[0] == "in_progress"
+    clip = b"".join(pieces)
+    assert inspect_mp4(clip).problems(256, 256, 107) == []
+    assert http.get(f"{path}/content").content == clip
+
+
 def test_parts_of_a_clip_are_served_as_a_player_asks_for_them(http: httpx2.Client, sync: httpx2.Response) -> None:
     path = f"/v1/videos/{sync.headers['X-Request-Id']}/content"
     for wanted, expected in (("bytes=0-99", sync.content[:100]), ("bytes=-50", sync.content[-50:])):
