@@ -199,7 +199,7 @@ def _drawn_on_host(binding: Binding) -> list[torch.Tensor]:
     generator, stored = torch.Generator().manual_seed(0), binding.instances[0]
     shapes = [stored[spec.name].shape for spec in binding.inputs]
     return [
-        torch.empty(shape, dtype=spec.dtype).normal_(0, WEIGHT_DEVIATION, generator=generator)
+        draw_weight(tensor_record(spec), torch.empty(shape, dtype=spec.dtype), generator)
         for spec, shape in zip(binding.inputs, shapes, strict=True)
     ]
 

@@ -104,27 +104,16 @@ __device__ __forceinline__ void fetch_share(uint8* destination, const uint8* sou
         : "memory");
 }
 
-// Whether all four warps of a group would skip a tile; `votes` is where theirs of this tile are. Each says what it would
-// do, under the tile's number; one that would not skip knows the answer, and goes on while the others still look.
-__device__ __forceinline__ bool group_skips(uint32 votes, uint32 warp, uint32 tile, bool mine) {
-    // All lanes store alike: a lane that did it for them would have to be found.
-    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(votes + 4 * warp), "r"(2 * tile + mine) : "memory");
-    while (mine) {
-        uint32 vote[4], against = 0, agreeing = 0;
-        asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(vote[0]), "=r"(vote[1]), "=r"(vote[2]), "=r"(vote[3])
-                     : "r"(votes)
-                     : "memory");
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            against |= vote[i] == 2 * tile;
-            agreeing += vote[i] == 2 * tile + 1;
-        }
-        // Lanes have read alike; the assembler must see that they do, or it has every product wait for the last one.
-        if (__any_sync(~0u, against)) mine = false;
-        if (__all_sync(~0u, agreeing == 4)) break;
-    }
-    return mine;
+// Whether `vote` is true in all threads of the warpgroup.
+__device__ __forceinline__ bool group_agrees(int group, bool vote) {
+    uint32 all;
+    asm volatile(
+        "{\n.reg .pred mine, everyone;\nsetp.ne.u32 mine, %2, 0;\n"
+        "bar.red.and.pred everyone, %1, 128, mine;\nselp.u32 %0, 1, 0, everyone;\n}"
+        : "=r"(all)
+        : "r"(1 + group), "r"(static_cast<uint32>(vote))
+        : "memory");
+    return __shfl_sync(~0u, all, 0);
 }
 
 // ---- matrix products; score_product and value_product come from hopper_attention.py
@@ -176,6 +165,7 @@ __device__ __forceinline__ void add_values(float (&sums)[SUMS], const uint32 (&w
 #pragma unroll
     for (int step = 0; step < VALUE_STEPS; ++step)
         value_product(sums, weights + 4 * step, descriptor<SPAN>(values + step_offset<SPAN, HEAD>(step)));
+    products_commit();
 }
 
 // ---- softmax
@@ -274,8 +264,6 @@ struct Shared {
     uint8 keys[STAGES][TILE_BYTES];
     uint8 values[STAGES][TILE_BYTES];
     uint64 queries_full, keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
-    // A place is written again when all warps have released keys that come after those it was read for.
-    alignas(16) uint32 votes[CONSUMERS][STAGES + 1][4];
 };
 
 struct Stage {  // a place in a ring of stages, and the parity of its barriers
@@ -318,14 +306,14 @@ __device__ __forceinline__ void produce(const Problem& problem, Shared& shared, 
     }
 }
 
-// All key tiles of one warpgroup's queries; a row would skip what lies below its limit, in log2. Leaves sums of weighted
-// values and returns how many tiles were skipped.
+// All key tiles of one warpgroup's queries; leaves sums of weighted values and returns how many tiles were skipped.
 template <bool SKIPPING>
 __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, int group, int head, int tiles,
-                                       int64 valid, const float (&limits)[2], Rows& rows, float (&sums)[SUMS]) {
+                                       int64 valid, bool padding_row0, bool padding_row1, Rows& rows,
+                                       float (&sums)[SUMS]) {
     const uint8* queries = shared.queries[group];
     const float* key_scales = problem.key_scales + int64(head) * problem.key_tiles;
-    const uint32 votes = shared_address(shared.votes[group]), warp = threadIdx.x / 32 % 4;
+    const float log_threshold = log2f(*problem.threshold);
     float scores[SCORES], largest[2], correction[2];
     uint32 weights[PACKED];
     Stage keys, values;
@@ -356,8 +344,14 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
         next.advance();
         products_begin();
         make_scores(scores, queries, shared.keys[keys.index]);
-        if (!SKIPPING || weighted) add_values(sums, weights, shared.values[values.index]);
-        products_commit();
+        if (!SKIPPING) {
+            add_values(sums, weights, shared.values[values.index]);
+        } else if (weighted) {
+            products_begin();
+            add_values(sums, weights, shared.values[values.index]);
+        } else {
+            products_commit();
+        }
         products_wait<1>();
         hold(scores);
         release(&shared.keys_empty[keys.index]);
@@ -368,10 +362,10 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
         barrier_wait(&shared.values_full[next.index], next.parity);
         bool skip = false;
         if (SKIPPING) {
-            const float distance0 = largest[0] * (rows.factor[0] * key_scale) - rows.maximum[0];
-            const float distance1 = largest[1] * (rows.factor[1] * key_scale) - rows.maximum[1];
-            const bool low = distance0 < limits[0] && distance1 < limits[1];
-            skip = group_skips(votes + tile % (STAGES + 1) * 16, warp, tile, __all_sync(~0u, low));
+            const float distance0 = largest[0] * rows.factor[0] * key_scale - rows.maximum[0];
+            const float distance1 = largest[1] * rows.factor[1] * key_scale - rows.maximum[1];
+            skip = group_agrees(group, (padding_row0 || distance0 < log_threshold) &&
+                                           (padding_row1 || distance1 < log_threshold));
             skipped += skip;
         }
         if (!SKIPPING || !skip) exponentiate(scores, rows, largest, key_scale, correction);
@@ -390,7 +384,6 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
     if (!SKIPPING || weighted) {
         products_begin();
         add_values(sums, weights, shared.values[values.index]);
-        products_commit();
     }
     products_wait<0>();
     hold(sums);
@@ -429,7 +422,6 @@ __device__ __forceinline__ void start_barriers(Shared& shared) {
         barrier_init(&shared.keys_empty[i], CLUSTER * CONSUMERS * 4);
         barrier_init(&shared.values_empty[i], CLUSTER * CONSUMERS * 4);
     }
-    for (int i = 0; i < CONSUMERS * (STAGES + 1) * 4; ++i) (&shared.votes[0][0][0])[i] = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -454,14 +446,12 @@ __launch_bounds__(384, 1) void attend(const __grid_constant__ Problem problem) {
                      {MINUS_INFINITY, MINUS_INFINITY},
                      {0, 0}};
         float sums[SUMS] = {};
-        // Padding rows would skip everything, and so have no part in a vote.
-        const float limit = log2f(*problem.threshold), any = -MINUS_INFINITY;
-        const float limits[2] = {row < valid ? limit : any, row + 8 < valid ? limit : any};
         if (*problem.threshold > 0) {
-            const int skipped = consume<true>(problem, shared, group, head, tiles, valid, limits, rows, sums);
+            const int skipped = consume<true>(problem, shared, group, head, tiles, valid, row >= valid,
+                                              row + 8 >= valid, rows, sums);
             if (threadIdx.x % 128 == 0 && row < valid) atomicAdd(problem.skipped + head, static_cast<uint64>(skipped));
         } else {
-            consume<false>(problem, shared, group, head, tiles, valid, limits, rows, sums);
+            consume<false>(problem, shared, group, head, tiles, valid, false, false, rows, sums);
         }
         store(problem, head, row, sums, rows);
     }

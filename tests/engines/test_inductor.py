@@ -13,10 +13,13 @@ import torch
 
 from engines.backends import inductor as compiler
 from engines.build import build
+from engines.inductor_steps import compiled_from
 from engines.profile import Partition, Profile, ProfileError
 from engines.sessions.engine_set import EngineInputError, EngineSet
+from engines.sessions.inductor import open_package
 from engines.steps import StepEvent
 from engines.store import EngineStore, StoreError
+from export.binding import bind
 from tests.engines import small_checkpoint
 from tests.engines.conftest import use_small_graphs
 from tests.engines.small_checkpoint import SmallCheckpoint
@@ -141,6 +144,31 @@ def test_a_size_beyond_what_was_compiled_is_refused(store: Path) -> None:
     engines.run("attend", {"hidden": draw(8)})
     with pytest.raises(EngineInputError, match="rows = 9: must be at most 8"):
         engines.run("attend", {"hidden": draw(9)})
+
+
+@pytest.mark.soak
+@needs_compiler
+def test_weights_of_an_instance_may_be_in_the_package(tmp_path: Path) -> None:
+    small_checkpoint.write(tmp_path / "checkpoint", seed=3)
+    checkpoint = SmallCheckpoint(tmp_path / "checkpoint")
+    graph = next(g for g in small_checkpoint.graphs(checkpoint, None, "fl2va", tmp_path) if g.name == "attend")
+    binding = bind(graph)
+    stored = [small_checkpoint.value(binding.instances[0][spec.name]) for spec in binding.inputs]
+    package = tmp_path / "program.pt2"
+    ranges = compiler.ranges(graph, binding, {})
+    compiler.compile_graph(graph, binding, ranges, torch.device("cpu"), package, stored)
+    (found,) = open_package(package, torch.device("cpu")).run([draw(9)])
+    assert (found - small_checkpoint.expected(checkpoint, "fl2va", 0, draw(9))).abs().max() < TOLERANCE
+
+
+def test_a_program_is_made_anew_with_another_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_checkpoint.write(tmp_path / "checkpoint", seed=3)
+    profile = Profile.load(write_profile(tmp_path / "inductor.toml", backend='"inductor"'))
+    graph, *_ = small_checkpoint.graphs(SmallCheckpoint(tmp_path / "checkpoint"), profile, "fl2va", tmp_path)
+    before = compiled_from(graph, bind(graph), profile)
+    assert before["toolchain"]["torch"] == torch.__version__
+    monkeypatch.setattr(compiler, "_compiler_version", lambda: "g++ 99")
+    assert compiled_from(graph, bind(graph), profile) != before
 
 
 def test_a_host_without_a_compiler_puts_compiling_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
