@@ -25,9 +25,10 @@ _INTRODUCTION = """# The HTTP gateway
 `h3trt gateway` offers `/v1/videos` over HTTP, and a web page, in front of a Triton server. It runs no engine. This page
 is written from the gateway's own tables; a test fails when they differ.
 
-    h3trt serve &
-    h3trt gateway --triton 127.0.0.1:8001 --port 8080
+<!-- needs: an engine store, two terminals and curl; the gateway's tests make the same calls -->
 
+    h3trt serve
+    h3trt gateway --triton 127.0.0.1:8001 --port 8080
     curl http://127.0.0.1:8080/v1/videos/sync -F prompt='A red fox runs over snow' -F aspect_ratio=16:9 -F seconds=5 \\
       -o clip.mp4
 

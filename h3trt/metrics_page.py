@@ -79,7 +79,7 @@ def page() -> str:
         "Histograms have these upper ends of buckets:\n",
         markdown_table(("metric", "buckets"), (_bucket_row(one) for one in METRICS if one.buckets)),
         _TRITON,
-        markdown_table(head, _gateway_rows()),
+        markdown_table(("metric", "kind", "what it says"), _gateway_rows()),
         _REST,
     ]
     return "\n".join(parts)
@@ -97,7 +97,7 @@ def _gateway_rows() -> Iterable[tuple[str, ...]]:
     for family in text_string_to_metric_families(GatewayMetrics().text().decode()):
         if not family.name.endswith("_created"):
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            yield f"`{name}`", family.type, "", family.documentation
+            yield f"`{name}`", family.type, family.documentation
 
 
 def main() -> None:
