@@ -30,7 +30,19 @@ from runtime.request import parse_prompt
 from triton_repo.errors import ServerError
 from triton_repo.installation import triton_root
 
-COMMANDS = ["checkpoint", "export", "engines", "repo", "serve", "generate", "verify", "inspect", "doctor", "demo"]
+COMMANDS = [
+    "checkpoint",
+    "export",
+    "engines",
+    "repo",
+    "serve",
+    "gateway",
+    "generate",
+    "verify",
+    "inspect",
+    "doctor",
+    "demo",
+]
 SMALL = ["--aspect-ratio", "1:1", "--width", "256", "--height", "256", "--seconds", "4", "--forwards", "4"]
 
 
