@@ -18,6 +18,9 @@ Make = Callable[[str, Mapping[str, Any]], tuple[bytes, Mapping[str, Any]]]
 
 Progress = Callable[[str], None]
 
+SECONDS = 3600.0
+"""What a gateway may take for a clip."""
+
 
 class ClipError(RuntimeError):
     """A clip is not what was asked for, so that its time says nothing."""
@@ -63,7 +66,9 @@ def over_http(url: str) -> Make:
 
     def post(route: str, body: Mapping[str, Any]) -> bytes:
         try:
-            answer = urllib3.request("POST", f"{url.rstrip('/')}/v1/videos/{route}", json=body, retries=False)
+            answer = urllib3.request(
+                "POST", f"{url.rstrip('/')}/v1/videos/{route}", json=body, retries=False, timeout=SECONDS
+            )
         except urllib3.exceptions.HTTPError as error:
             raise ClipError(f"no gateway answers at {url}: {error}; start one with: h3trt gateway") from None
         if answer.status != 200:

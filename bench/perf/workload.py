@@ -51,7 +51,7 @@ class Workload(BaseModel):
     seed: int = 0
     concurrency: tuple[int, int] = (1, 4)
     visits: int = Field(default=2, ge=1)
-    requests: int = Field(default=3, ge=1)
+    requests: int = Field(default=4, ge=1)
     gates: Gates
 
     @model_validator(mode="after")
@@ -59,6 +59,9 @@ class Workload(BaseModel):
         first, last = self.concurrency
         if not 1 <= first <= last:
             raise ValueError(f"concurrency = {list(self.concurrency)}: must be from at least 1 to no less than that")
+        # In a window in which a step of the ensemble ends nothing, perf_analyzer fails.
+        if self.requests < last:
+            raise ValueError(f"requests = {self.requests}: must be at least the last concurrency, {last}")
         return self
 
     @classmethod

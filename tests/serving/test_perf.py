@@ -41,7 +41,7 @@ def test_a_sweep_leaves_figures_a_table_and_a_plot(
         "forwards = 2": "forwards = 1",
         "concurrency = [1, 4]": "concurrency = [1, 1]",
         "visits = 2": "visits = 1",
-        "requests = 2": "requests = 1",
+        "requests = 4": "requests = 1",
     }
     text = (WORKLOADS / "cpu.toml").read_text()
     for old, new in changes.items():

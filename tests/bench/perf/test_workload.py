@@ -30,6 +30,7 @@ def test_durations_are_visited_in_turn(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("concurrency = [1, 4]", "concurrency = [4, 1]", r"concurrency = \[4, 1\]: must be from at least 1"),
+        ("requests = 4", "requests = 2", "requests = 2: must be at least the last concurrency, 4"),
         ("visits = 2", "visits = 0", "visits: Input should be greater than or equal to 1"),
         ("seed = 1", "sed = 1", "sed: Extra inputs are not permitted"),
         ("seed = 1", "seed = ", "wrong.toml: "),
