@@ -17,6 +17,7 @@ import typer
 from h3trt import console, paths
 from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.exits import CommandError, Exit
+from h3trt.serving import running_server, settings_of
 
 if TYPE_CHECKING:
     from bench.perf.clips import Make
@@ -136,11 +137,9 @@ class _Generator:
 @contextmanager
 def _target(client: LoadClient, profile: str, store: Path, work: Path) -> Iterator[str]:
     """A server that keeps no conditions, so that every request encodes; for aiperf with a gateway in front of it."""
-    from h3trt.serve_commands import _server, _settings
-
     with ExitStack() as running:
-        settings = _settings(8, condition_cache="off")
-        server = running.enter_context(_server(paths.triton(profile), store, settings, {}))
+        settings = settings_of(8, condition_cache="off")
+        server = running.enter_context(running_server(paths.triton(profile), store, settings, {}))
         grpc = server.endpoints.grpc
         yield running.enter_context(_gateway(grpc, work / "gateway")) if client is LoadClient.AIPERF else grpc
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,18 +13,14 @@ import typer
 
 from h3trt import console, paths
 from h3trt.build_commands import ProfileOption, StoreOption
-from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 from h3trt.growing_files import GrowingFiles, in_fragments
 from h3trt.media_options import REF_HELP, attach
-from triton_repo.names import DEFAULT_CONDITION_CACHE, HIGH, NORMAL
+from h3trt.serving import DEFAULT_CACHE, running_server, settings_of
+from triton_repo.names import HIGH, NORMAL
 
 if TYPE_CHECKING:
     from triton_repo.client import Files, Fragments, Generated
-    from triton_repo.repository import RepositorySettings
-    from triton_repo.watchdog import RestartPolicy, Watchdog
-
-DEFAULT_CACHE = f"{DEFAULT_CONDITION_CACHE >> 20} MiB"
 
 # The demonstration's clip: 107 frames at the smallest canvas.
 DEMO_PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
@@ -96,12 +89,12 @@ def serve(
 
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
     settings = replace(
-        _settings(queue, media_host or [], media_root, condition_cache), queue_timeout=queue_timeout, warm=warm
+        settings_of(queue, media_host or [], media_root, condition_cache), queue_timeout=queue_timeout, warm=warm
     )
     policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
     run = {**ports, "ready_timeout": ready_timeout, "trace": trace, "metrics_host": metrics_host}
     place = paths.triton(profile)
-    with _server(place, store or paths.engine_store(profile), settings, run, policy, log_json) as server:
+    with running_server(place, store or paths.engine_store(profile), settings, run, policy, log_json) as server:
         if not log_json:
             console.line(f"gRPC    {server.endpoints.grpc}   (h3trt generate --url {server.endpoints.grpc} PROMPT)")
             console.line(f"HTTP    http://{server.endpoints.http}")
@@ -194,7 +187,7 @@ def demo(
     with console.steps() as steps:
         build(checkpoint, "cpu", store, steps)
     console.heading("3. Triton server")
-    with _server(work / "triton", store, _settings(8), {}) as server:
+    with running_server(work / "triton", store, settings_of(8), {}) as server:
         console.heading("4. one gRPC request")
         started = time.monotonic()
         with console.stages() as progress:
@@ -273,74 +266,6 @@ class _Local:
         )
         made = tuple(mp4s)
         return Generated(made, taken.resolved.model_dump(mode="json"), arrivals[0] if arrivals else None)
-
-
-@contextmanager
-def _server(
-    folder: Path,
-    store: Path,
-    chosen: RepositorySettings,
-    run: Mapping[str, Any],
-    policy: RestartPolicy | None = None,
-    log_json: bool = False,
-) -> Iterator[Watchdog]:
-    """A ready server of the store, its repository rendered anew in `folder`, run with these `ServerSettings`.
-
-    Raises StoreError and ServerError.
-    """
-    from triton_repo.names import PUBLIC_MODELS
-    from triton_repo.repository import render
-    from triton_repo.server import ServerSettings
-    from triton_repo.serving_state import ServingState
-    from triton_repo.watchdog import Watchdog
-    from triton_repo.workplace import held
-
-    state = ServingState(folder / "state")
-    with ExitStack() as running:
-        running.enter_context(held(folder))
-        models = render(store, folder / "repository", replace(chosen, state=state.folder))
-        settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **run)
-        started = time.monotonic()
-        with console.steps() as progress:
-            numbers = itertools.count(1)
-
-            def loaded(name: str) -> None:
-                progress(Moment(next(numbers), len(models), name, "ready"))
-
-            logged = _print_json if log_json else (lambda line: None)
-            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading, logged))
-        console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
-        yield server
-
-
-def _print_json(line: str) -> None:
-    from triton_repo.server_log import as_json
-
-    console.line(as_json(line))
-
-
-def _settings(
-    queue: int,
-    media_hosts: Sequence[str] = (),
-    media_root: Path | None = None,
-    condition_cache: str = DEFAULT_CACHE,
-) -> RepositorySettings:
-    from triton_repo.repository import RepositorySettings
-
-    return RepositorySettings(
-        max_queue_size=queue,
-        media_hosts=tuple(media_hosts),
-        media_root=media_root,
-        condition_cache=_cache_bytes(condition_cache),
-    )
-
-
-def _cache_bytes(text: str) -> int:
-    """Bytes of an amount such as 256MiB, 0 for off."""
-    found = re.fullmatch(r"(?P<number>[0-9]{1,6}) *(?P<unit>MiB|GiB)", text)
-    if text != "off" and found is None:
-        raise CommandError(f"--condition-cache {text!r}: must be off or an amount such as 256MiB or 2GiB")
-    return 0 if found is None else int(found["number"]) << {"MiB": 20, "GiB": 30}[found["unit"]]
 
 
 def _object(text: str) -> dict[str, Any]:

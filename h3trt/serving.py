@@ -1,0 +1,92 @@
+"""A server as the commands run one: rendered for a store, started, watched, and told of on the console."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from h3trt import console
+from h3trt.console import Moment
+from h3trt.exits import CommandError
+from triton_repo.names import DEFAULT_CONDITION_CACHE
+
+if TYPE_CHECKING:
+    from triton_repo.repository import RepositorySettings
+    from triton_repo.watchdog import RestartPolicy, Watchdog
+
+DEFAULT_CACHE = f"{DEFAULT_CONDITION_CACHE >> 20} MiB"
+
+
+@contextmanager
+def running_server(
+    folder: Path,
+    store: Path,
+    chosen: RepositorySettings,
+    run: Mapping[str, Any],
+    policy: RestartPolicy | None = None,
+    log_json: bool = False,
+) -> Iterator[Watchdog]:
+    """A ready server of the store, its repository rendered anew in `folder`, run with these `ServerSettings`.
+
+    Raises StoreError and ServerError.
+    """
+    from triton_repo.names import PUBLIC_MODELS
+    from triton_repo.repository import render
+    from triton_repo.server import ServerSettings
+    from triton_repo.serving_state import ServingState
+    from triton_repo.watchdog import Watchdog
+    from triton_repo.workplace import held
+
+    state = ServingState(folder / "state")
+    with ExitStack() as running:
+        running.enter_context(held(folder))
+        models = render(store, folder / "repository", replace(chosen, state=state.folder))
+        settings = ServerSettings(folder / "repository", folder / "server.log", PUBLIC_MODELS, **run)
+        started = time.monotonic()
+        with console.steps() as progress:
+            numbers = itertools.count(1)
+
+            def loaded(name: str) -> None:
+                progress(Moment(next(numbers), len(models), name, "ready"))
+
+            logged = _print_json if log_json else (lambda line: None)
+            server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading, logged))
+        console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
+        yield server
+
+
+def settings_of(
+    queue: int,
+    media_hosts: Sequence[str] = (),
+    media_root: Path | None = None,
+    condition_cache: str = DEFAULT_CACHE,
+) -> RepositorySettings:
+    """The repository's settings that options of a command stand for. Raises CommandError."""
+    from triton_repo.repository import RepositorySettings
+
+    return RepositorySettings(
+        max_queue_size=queue,
+        media_hosts=tuple(media_hosts),
+        media_root=media_root,
+        condition_cache=_cache_bytes(condition_cache),
+    )
+
+
+def _print_json(line: str) -> None:
+    from triton_repo.server_log import as_json
+
+    console.line(as_json(line))
+
+
+def _cache_bytes(text: str) -> int:
+    """Bytes of an amount such as 256MiB, 0 for off."""
+    found = re.fullmatch(r"(?P<number>[0-9]{1,6}) *(?P<unit>MiB|GiB)", text)
+    if text != "off" and found is None:
+        raise CommandError(f"--condition-cache {text!r}: must be off or an amount such as 256MiB or 2GiB")
+    return 0 if found is None else int(found["number"]) << {"MiB": 20, "GiB": 30}[found["unit"]]
