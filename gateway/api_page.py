@@ -61,7 +61,8 @@ An unknown field is refused, as is one that has no effect beside another:
 
 _CONTRACT = f"""
 `Idempotency-Key`: the same key with the same request stands for one job, however often it is sent and even after a
-restart; with another request it is refused. A key is remembered as long as its job would be kept.
+restart; with another request it is refused. A key is remembered as long as its job would be kept. A job whose key came
+to `/v1/videos` too is not cancelled when a client of `/v1/videos/sync` leaves or has waited too long.
 
 ## Jobs
 

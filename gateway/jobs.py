@@ -90,13 +90,13 @@ class Jobs:
     async def submit(self, asked: Asked, owner: str, key: str | None = None, attached: bool = False) -> VideoJob:
         """Accepts a request as a job, or finds the job that its idempotency key stands for. Raises ApiError.
 
-        attached: the job is to be cancelled when nobody waits for it any more.
+        attached: the job is to be cancelled when nobody waits for it any more, unless the key also came without this.
         """
         if self.draining:
             raise ApiError(Code.DRAINING, "the gateway is stopping and takes no new jobs", retry_after=30)
         fingerprint = await asyncio.to_thread(asked.fingerprint)
         if key is not None and (known := await self._database(JobStore.known, owner, key)) is not None:
-            return self._same(known, fingerprint)
+            return self._same(known, fingerprint, attached)
         with self._room_for(asked):
             job_id = new_id()
             resolved = await self.dry_run(asked, job_id)
@@ -106,7 +106,7 @@ class Jobs:
             except sqlite3.Error as error:
                 raise ApiError(Code.STORAGE, f"the job cannot be stored: {error}", retry_after=60) from None
             if known is not None:
-                return self._same(known, fingerprint)
+                return self._same(known, fingerprint, attached)
             active = Active(job, asked, resolved, owner, attached, self._clock.monotonic())
             self._active[job.id] = active
         self._metrics.accepted.inc()
@@ -203,12 +203,15 @@ class Jobs:
         running = [one.remaining(now, self._mean_seconds) for one in self._active.values() if one.running]
         return min(max(math.ceil(min(running, default=1.0)), 1), LONGEST_RETRY)
 
-    def _same(self, known: Known, fingerprint: str) -> VideoJob:
+    def _same(self, known: Known, fingerprint: str, attached: bool) -> VideoJob:
         """The job that an idempotency key stands for, if the request is the same."""
         if known.fingerprint != fingerprint:
             raise ApiError(Code.REUSED_KEY, "Idempotency-Key: stands for another request; use a new key for this one")
         if known.job is None:
             raise ApiError(Code.CONFLICT, "Idempotency-Key: its job was deleted; use a new key to make another")
+        if not attached and (active := self._active.get(known.job.id)) is not None:
+            # Whoever asks without waiting comes back for it.
+            active.attached = False
         return self._newest(known.job)
 
     def _newest(self, job: VideoJob) -> VideoJob:

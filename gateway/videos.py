@@ -239,13 +239,18 @@ class Videos:
             return await read_asked(request)
 
     async def _reached(self, request: Request, active: Active, moment: Coroutine[Any, Any, Any]) -> bool:
-        """Waits for a moment of a job; False when its client went away before, or it took too long, which ends it."""
+        """Waits for a moment of a job; False when its client went away before, or it took too long, which ends it.
+
+        Raises ApiError when it took too long and the job is not this client's alone.
+        """
         seconds = self._settings.sync_seconds
         gone, reached = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(moment)
         try:
             await asyncio.wait({gone, reached}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not gone.done() and not reached.done():
                 text = f"the clip was not ready after {seconds:g} s; POST /v1/videos makes it without waiting"
+                if not active.attached:
+                    raise ApiError(Code.TIMEOUT, text)
                 self._jobs.stop(active, Code.TIMEOUT, text)
             return reached.done()
         finally:

@@ -61,12 +61,13 @@ class Started:
 class Connection:
     """One request on a connection that a test reads as the answer comes, and may close."""
 
-    def __init__(self, one: Started, method: str, path: str, body: bytes | None = b"") -> None:
+    def __init__(self, one: Started, method: str, path: str, body: bytes | None = b"", **headers: str) -> None:
         """body: None for one that never comes."""
         self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         if body is not None:
             self._received.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        own = [(name.lower().encode(), text.encode()) for name, text in headers.items()]
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -75,7 +76,7 @@ class Connection:
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost"), *own],
         }
         self.task = asyncio.ensure_future(one.gateway.app(scope, self._received.get, self._sent.put))
 

@@ -64,6 +64,23 @@ def test_a_file_of_keys_is_read_or_refused_without_showing_a_key(tmp_path: Path)
         assert ONE not in str(caught.value)
 
 
+def test_every_key_is_compared_in_constant_time_whichever_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Keys({ONE: "one", OTHER: "other"})
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(known: bytes, given: bytes) -> bool:
+        compared.append((known, given))
+        return False
+
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    for key in (ONE, OTHER, "a-key-that-nobody-has"):
+        compared.clear()
+        # What compare_digest denies, nothing else grants.
+        assert keys.owner(f"Bearer {key}") is None
+        assert len({known for known, _ in compared}) == 2
+        assert all(len(known) == len(given) for known, given in compared)
+
+
 def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="there are no keys; give --keys FILE, or --without-keys"):
         serve(GatewaySettings("127.0.0.1:1", tmp_path, host="0.0.0.0", port=0), print)

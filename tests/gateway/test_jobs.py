@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import json
 import sqlite3
 import zipfile
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from gateway.errors import Code
 from gateway.jobs import PATIENCE_SECONDS, RETRY_SECONDS
 from gateway.store import JobStore
-from tests.gateway.conftest import Start, TurnedClock
+from tests.gateway.conftest import Connection, Start, TurnedClock
 from tests.gateway.scripted import MP4, PARAMS, ScriptedModels
 from triton_repo.errors import ServerError
 from triton_repo.messages import ClientError, Failure
@@ -394,6 +395,40 @@ async def test_sync_gives_up_after_its_time_and_cancels(start: Start) -> None:
         answer = await one.client.post("/v1/videos/sync", json={"prompt": "a fox", **PARAMS})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert one.models.runs[0].cancelled.is_set()
+
+
+@pytest.mark.parametrize("also_posted", [True, False])
+async def test_a_client_that_leaves_cancels_a_job_unless_its_key_was_also_posted(
+    start: Start, also_posted: bool
+) -> None:
+    async with start(ScriptedModels(free=False)) as one:
+        key = {"Idempotency-Key": "one"}
+        body = json.dumps({"prompt": "a fox", **PARAMS}).encode()
+        waiting = Connection(one, "POST", "/v1/videos/sync", body, **key)
+        run = await one.models.begun()
+        if also_posted:
+            assert (await one.post(PARAMS, **key))["id"] == run.request_id
+        waiting.close()
+        if not also_posted:
+            await asyncio.wait_for(run.cancelled.wait(), 5)
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            run.step()
+        ended = await one.ended(run.request_id)
+        await waiting.task
+        assert (ended["status"], run.cancelled.is_set()) == (("completed", False) if also_posted else ("failed", True))
+
+
+async def test_sync_that_waited_too_long_leaves_a_posted_job_alone(start: Start) -> None:
+    async with start(ScriptedModels(free=False), sync_seconds=0.05) as one:
+        key = {"Idempotency-Key": "one"}
+        job = await one.post(PARAMS, **key)
+        run = await one.models.begun()
+        answer = await one.client.post("/v1/videos/sync", json={"prompt": "a fox", **PARAMS}, headers=key)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        for _ in range(3):
+            run.step()
+        assert (await one.ended(job["id"]))["status"] == "completed"
 
 
 async def test_events_continue_where_a_client_left_them(start: Start) -> None:
