@@ -289,6 +289,5 @@ def _sync_headers(job: VideoJob) -> dict[str, str]:
         "X-Model": job.model,
         "X-Inference-Time-S": job.inference_time_s,
         "X-Stage-Durations": json.dumps(job.stage_durations),
-        "X-Peak-Memory-MB": job.peak_memory_mb,
     }
     return {name: str(value) for name, value in known.items() if value is not None}

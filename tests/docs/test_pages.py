@@ -81,6 +81,18 @@ def test_a_block_without_a_marker_is_seen(tmp_path: Path) -> None:
     ]
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(re.findall(r"\]\(([^)#]+)", PAGES[0].read_text()))
+
+
+def test_the_folders_that_a_page_names_hold_tests() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(tests/[\w/.]+)`", page.read_text(encoding="utf-8"))}
+    assert named
+    for name in named:
+        path = ROOT / name
+        assert any(path.rglob("test_*.py")) if path.is_dir() else path.is_file(), name
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 160
 

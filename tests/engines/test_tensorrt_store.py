@@ -25,6 +25,7 @@ from engines.steps import StepFailed
 from engines.store import AxisRange, EngineStore, StoreError, rebuild_command
 from h3trt.cli import app
 from h3trt.exits import Exit
+from tests.disks import file_system
 from tests.engines import small_checkpoint
 from tests.engines.gpu_workshop import build_gpu, use_small_gpu_graphs, write_gpu_profile
 
@@ -287,15 +288,8 @@ def test_two_builds_at_once_make_one_store(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of half a megabyte, which holds the models but not the plans."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(mounted)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"this user cannot mount a file system: {made.stderr.decode().strip()}")
-    try:
+    with file_system(tmp_path, "512k") as mounted:
         yield mounted
-    finally:
-        subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
 def test_a_full_disk_ends_the_build_and_more_room_lets_it_finish(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from tests.disks import file_system
 from tests.faults.http import GatewayProcess, events
 from triton_repo.client import Client
 from triton_repo.server import TritonServer
@@ -30,15 +30,8 @@ def url(toy_server: TritonServer) -> str:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 20 MB."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(mounted)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"this user cannot mount a file system: {made.stderr.decode().strip()}")
-    try:
+    with file_system(tmp_path, "20m") as mounted:
         yield mounted
-    finally:
-        subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
 def test_a_killed_gateway_frees_the_server_and_its_successor_accounts_for_every_job(url: str, tmp_path: Path) -> None:

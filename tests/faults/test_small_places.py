@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import H3TRT, Demonstration
+from tests.disks import file_system
 from tests.faults.http import RESOLVED
 from tests.serving.conftest import Toy
 from triton_repo.client import Client
@@ -30,17 +31,10 @@ IN_SMALL_SHARED_MEMORY = (
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for nothing more than names."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"this user cannot mount a file system: {made.stderr.decode().strip()}")
-    with pytest.raises(OSError, match="No space left"):
-        (mounted / "filler").write_bytes(bytes(1 << 20))
-    try:
+    with file_system(tmp_path, "64k") as mounted:
+        with pytest.raises(OSError, match="No space left"):
+            (mounted / "filler").write_bytes(bytes(1 << 20))
         yield mounted
-    finally:
-        subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
 def test_64_mib_of_shared_memory_serve_what_fits_and_refuse_the_rest_by_name(

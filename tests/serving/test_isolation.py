@@ -77,9 +77,10 @@ def test_triton_reads_the_configuration_as_it_was_meant(raw: InferenceServerClie
         lambda raw: raw.load_model("h3_stream"),
         lambda raw: raw.unload_model("h3_stream"),
         lambda raw: raw.register_system_shared_memory("a", "/b", 1),
+        lambda raw: raw.update_trace_settings(settings={"trace_level": ["OFF"]}),
         lambda raw: raw.update_log_settings({"log_info": False}),
     ],
-    ids=["load", "unload", "shared memory", "log"],
+    ids=["load", "unload", "shared memory", "trace", "log"],
 )
 def test_clients_cannot_manage_the_server(raw: InferenceServerClient, call: Callable[[Any], object]) -> None:
     with pytest.raises(InferenceServerException, match="restricted"):
