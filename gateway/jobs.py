@@ -21,7 +21,7 @@ from gateway.models import Asked, Message, Models
 from gateway.settings import HELD_BYTES, JOBS_KEPT, PREPARE_SECONDS, SERVED_MODEL, GatewaySettings
 from gateway.store import JobStore, Known
 from triton_repo.logs import Log
-from triton_repo.messages import ClientError, Failure, is_passing
+from triton_repo.messages import ClientError, check_outputs, is_passing
 
 RETRY_SECONDS = 1.0
 """Until a job that has not begun is offered again to a server that is full, because others use it too, or away."""
@@ -316,8 +316,7 @@ class Jobs:
             if active.started is None and is_passing(error) and self._clock.monotonic() < until:
                 return False
             raise
-        if sorted(active.sizes) != list(range(active.job.outputs)):
-            raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
+        check_outputs(active.sizes, active.job.outputs)
         return True
 
     async def _take(self, active: Active, message: Message) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from h3trt import console, paths
+from h3trt.amounts import bytes_of
 from h3trt.exits import CommandError, Exit
-
-UNITS = {"MiB": 20, "GiB": 30, "TiB": 40}
 
 
 def register(app: typer.Typer) -> None:
@@ -57,7 +55,7 @@ def gateway(
         concurrency=concurrency,
         sync_seconds=sync_timeout,
         keep_seconds=keep_days * 86400,
-        keep_bytes=_bytes(keep),
+        keep_bytes=bytes_of("--keep", keep),
         drain_seconds=drain_timeout,
         keys=None if keys is None else Keys.read(keys),
         any_host=without_keys,
@@ -68,10 +66,3 @@ def gateway(
     console.heading(f"stopped: {drained.completed} accepted jobs were finished, {drained.failed} failed")
     if drained.cut:
         raise CommandError(f"{drained.cut} jobs were cut off after {drain_timeout:g} s", Exit.SERVER)
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(?P<number>[0-9]{1,6}) *(?P<unit>MiB|GiB|TiB)", text)
-    if found is None:
-        raise CommandError(f"--keep {text!r}: must be an amount such as 500MiB or 20GiB")
-    return int(found["number"]) << UNITS[found["unit"]]

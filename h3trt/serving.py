@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h3trt import console
+from h3trt.amounts import bytes_of
 from h3trt.console import Moment
-from h3trt.exits import CommandError
 from triton_repo.names import DEFAULT_CONDITION_CACHE
 
 if TYPE_CHECKING:
@@ -70,11 +69,12 @@ def settings_of(
     """The repository's settings that options of a command stand for. Raises CommandError."""
     from triton_repo.repository import RepositorySettings
 
+    cached = 0 if condition_cache == "off" else bytes_of("--condition-cache", condition_cache, "off or ")
     return RepositorySettings(
         max_queue_size=queue,
         media_hosts=tuple(media_hosts),
         media_root=media_root,
-        condition_cache=_cache_bytes(condition_cache),
+        condition_cache=cached,
     )
 
 
@@ -82,11 +82,3 @@ def _print_json(line: str) -> None:
     from triton_repo.server_log import as_json
 
     console.line(as_json(line))
-
-
-def _cache_bytes(text: str) -> int:
-    """Bytes of an amount such as 256MiB, 0 for off."""
-    found = re.fullmatch(r"(?P<number>[0-9]{1,6}) *(?P<unit>MiB|GiB)", text)
-    if text != "off" and found is None:
-        raise CommandError(f"--condition-cache {text!r}: must be off or an amount such as 256MiB or 2GiB")
-    return 0 if found is None else int(found["number"]) << {"MiB": 20, "GiB": 30}[found["unit"]]

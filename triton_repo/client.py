@@ -21,6 +21,7 @@ from triton_repo.messages import (
     Failure,
     Files,
     call_options,
+    check_outputs,
     client_error,
     is_final,
     optional_bytes,
@@ -201,6 +202,5 @@ def _new_id() -> str:
 
 def _complete(mp4s: Mapping[int, bytes | bytearray], resolved: Mapping[str, Any]) -> tuple[bytes, ...]:
     """The MP4 of every output, in order."""
-    if sorted(mp4s) != list(range(resolved["outputs"])):
-        raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
+    check_outputs(mp4s, resolved["outputs"])
     return tuple(bytes(mp4s[index]) for index in sorted(mp4s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -126,6 +126,12 @@ def output_index(result: InferResult) -> int:
 def is_final(result: InferResult) -> bool:
     """Whether this is the last message of a stream."""
     return result.get_response().parameters["triton_final_response"].bool_param
+
+
+def check_outputs(indices: Collection[int], outputs: int) -> None:
+    """Raises ClientError unless a stream that has ended brought the clip of every output."""
+    if sorted(indices) != list(range(outputs)):
+        raise ClientError(Failure.INTERNAL, "the server ended the request without an MP4; its log says why")
 
 
 @contextmanager
