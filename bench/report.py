@@ -12,13 +12,18 @@ Row = tuple[str, float]
 
 def write(measured: Mapping[str, Any], folder: Path, name: str) -> tuple[Path, ...]:
     """Writes `name`.json, .md and, if it can be drawn, .svg; returns what was written."""
+    written = write_table(measured, table(measured), folder, name)
+    plot = folder / f"{name}.svg"
+    return (*written, plot) if _plot(measured, plot) else written
+
+
+def write_table(measured: Mapping[str, Any], text: str, folder: Path, name: str) -> tuple[Path, ...]:
+    """Writes `name`.json and .md, whose text is given; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"{name}.json", folder / f"{name}.md"]
+    written = folder / f"{name}.json", folder / f"{name}.md"
     written[0].write_text(json.dumps(measured, indent=1) + "\n")
-    written[1].write_text(table(measured))
-    if _plot(measured, folder / f"{name}.svg"):
-        written.append(folder / f"{name}.svg")
-    return tuple(written)
+    written[1].write_text(text)
+    return written
 
 
 def table(measured: Mapping[str, Any]) -> str:
