@@ -40,8 +40,8 @@ def _producer(x: Node) -> Op | None:
         return quantised_rows.SWIGLU
     if x.target is not modulated_rms_norm.OP.overload:
         return quantised_rows.ROWS
-    # After a gated residual inductor makes one kernel of the sum, the norm and the quantisation: 1.1 to 1.2 ms of a block
-    # (bench/results/block.json), which a residual and a norm of our own also take (rows.json).
+    # After a gated residual inductor makes one kernel of the sum, the norm and the quantisation. It takes 1.1 to 1.2 ms
+    # of a block (bench/results/block.json), as a residual and a norm of our own do (rows.json).
     follows_residual = _argument(x, 0).target is gated_residual.OP.overload
     return None if follows_residual else quantised_rows.NORM
 
