@@ -36,6 +36,10 @@ def table(measured: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {timing['median_ms']:.3f} | {low:.3f} | {high:.3f} |")
     for stage, seconds in measured.get("stages_s", {}).items():
         lines.append(f"| {stage} | {1e3 * seconds:.0f} | | |")
+    if memory := measured.get("memory"):
+        gigabytes = (memory[name] / 1e9 for name in ("measured", "planned"))
+        text = "Memory at the height: {:.2f} GB measured, {:.2f} GB planned".format(*gigabytes)
+        lines += ["", f"{text}, a ratio of {memory['measured / planned']:.4f}."]
     return "\n".join(lines) + "\n"
 
 
