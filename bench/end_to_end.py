@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench import denoiser, host
+from bench.requests import PROMPT
 from bench.synthetic import RandomWeights, Wanted, open_engines, synthetic_store
 from engines.plan import Workload, make_plan, released_outline
 from engines.profile import Profile
@@ -26,8 +27,6 @@ GRAPHS = (
 
 WARM_PROMPT = "A lighthouse."
 """Another than the measured one, whose encoded text would be kept."""
-
-PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
 
 
 def measure(folder: Path, profile: Profile, seconds: int = 10, forwards: int = 4) -> dict[str, Any]:

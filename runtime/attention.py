@@ -9,11 +9,8 @@ import torch
 from engines.quality import graph_name, served_by
 from engines.sessions.engine_set import EngineSet
 from engines.store import Manifest
-from plugins.block_attention import BlockAttention, skips
+from plugins.block_attention import ATTENDING, SKIP_THRESHOLD, SKIPPED_TILES, BlockAttention, skips
 from runtime.quality import Attending
-
-ATTENDING = ("block", "block.attend")
-"""The graphs that attend; a store has one of them, and its variants for further tiers."""
 
 
 def variants(manifest: Manifest) -> tuple[str, ...]:
@@ -46,12 +43,12 @@ class BlocksAttention:
     @property
     def inputs(self) -> Mapping[str, torch.Tensor]:
         """What that graph takes beside the rows."""
-        return {"skip_threshold": self._threshold} if skips(self._engine) else {}
+        return {SKIP_THRESHOLD: self._threshold} if skips(self._engine) else {}
 
     def count(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Adds what a run of that graph has left out; waits for nothing."""
-        if "skipped_tiles" in outputs:
-            self._skipped += outputs["skipped_tiles"].sum()
+        if SKIPPED_TILES in outputs:
+            self._skipped += outputs[SKIPPED_TILES].sum()
 
     def skipped(self) -> int:
         """Tiles left out so far, of all heads and blocks; waits for the device."""

@@ -34,9 +34,9 @@ class Matrix:
     def chroma(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """The same of Cb and of Cr, over sums of eight samples; each adds up to zero, so that grey stays grey."""
         unit = 2 ** (_SHIFT - 3) * 112 / 255
-        blue, red = round(unit), round(unit)
+        whole = round(unit)
         from_red, from_blue = round(-unit * self.red / (1 - self.blue)), round(-unit * self.blue / (1 - self.red))
-        return (from_red, -blue - from_red, blue), (red, -red - from_blue, from_blue)
+        return (from_red, -whole - from_red, whole), (whole, -whole - from_blue, from_blue)
 
 
 MATRICES: Mapping[Colour, Matrix] = {"bt709": Matrix(0.2126, 0.0722), "bt601_untagged": Matrix(0.299, 0.114)}

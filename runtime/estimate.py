@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 WorkStage = Literal["encode", "denoise", "decode"]
 
-WORK_STAGES: tuple[WorkStage, ...] = ("encode", "denoise", "decode")
+WORK_STAGES: tuple[WorkStage, ...] = get_args(WorkStage)
 
 
 class Queue(BaseModel):

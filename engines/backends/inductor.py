@@ -135,8 +135,6 @@ def lower(program: ExportedProgram, device: torch.device) -> ExportedProgram:
     """The program on a device, its operators replaced by what inductor can fuse, wherever there is such a form."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     moved = move_to_device_pass(program, {"cpu": str(device)}) if device.type != "cpu" else program
-    if device.type == "cuda" and capability >= quantised_rows.CAPABILITY:
-        quantise_in_producers(moved.graph)
     if capability >= quantised_rows.CAPABILITY:
         quantise_in_producers(moved.graph)
     plain = {op.overload: op.plain_implementation(device.type, capability) for op in REGISTRY}

@@ -10,16 +10,10 @@ from torch import nn
 
 from export.graphs.block import Attend, AttendResult, Block
 from export.graphs.graph import Graph, TensorSpec
-from plugins.block_attention import BlockAttention, quantises, skips
+from plugins.block_attention import ATTENDING, SKIP_THRESHOLD, SKIPPED_TILES, BlockAttention, quantises, skips
 from plugins.kernels.hopper_attention import BFLOAT16, QUERY_TILE, SAGE
 from plugins.ops.sage_attention import OP as SAGE_ATTENTION
 from plugins.ops.skip_softmax_attention import OP as SKIP_SOFTMAX_ATTENTION
-
-SKIP_THRESHOLD = "skip_threshold"
-"""The graph input that says how little a tile may weigh before it is left out: float32 [1], 0 leaves out none."""
-
-SKIPPED_TILES = "skipped_tiles"
-"""The graph output that says how many tiles were left out: int64 [heads]."""
 
 SAGE_TOLERANCE = 2.0**-6
 """Largest difference of a SAGE block between ONNX Runtime and torch: where their float32 sums fall to different sides
@@ -28,9 +22,6 @@ of a middle between two E4M3 values, these are 2^-3 apart; and no weight is abov
 SAGE_TRIAL = SAGE.keys + 76
 """Rows of a trial that is quantised: more than a block of keys, and not a multiple of it."""
 
-CHANGED = ("block", "block.attend")
-"""The graphs that an attention is chosen for; a model has one of them."""
-
 
 def choose_attention(graph: Graph, attention: BlockAttention, heads: int) -> Graph:
     """The graph with that attention, if it is one of a block that has attention; else as it is.
@@ -38,7 +29,7 @@ def choose_attention(graph: Graph, attention: BlockAttention, heads: int) -> Gra
     With "skip" it has one input more, `skip_threshold`, which the sampler sets for each step, and one output more,
     `skipped_tiles`. Its weights are the same objects.
     """
-    if attention == "dense" or graph.name not in CHANGED:
+    if attention == "dense" or graph.name not in ATTENDING:
         return graph
     threshold = (TensorSpec(SKIP_THRESHOLD, torch.float32, (1,)),) if skips(attention) else ()
     counts = (TensorSpec(SKIPPED_TILES, torch.int64, (heads,)),) if skips(attention) else ()

@@ -34,5 +34,5 @@ BODY = """
     result = Mul (up, activated)
 """
 
-# torch.compile is as fast (bench/results/rows.json), and quantises rows in the same kernel.
+# torch.compile is as fast (bench/results/rows.json); rows that an FP8 linear reads are `quantised_rows.SWIGLU`.
 OP = Op("swiglu", reference, fake, BODY, fast=(Fast("cuda", kernel, minimum=(8, 9)),), fused=True)

@@ -18,6 +18,7 @@ MEASURED = {
     "host": {"gpu": "NVIDIA H200", "torch": "2.11.0"},
     "sides": {"ours": {"median_ms": 2.0, "spread_ms": [1.5, 2.5]}, "theirs": {"median_ms": 3.0, "spread_ms": [3, 4]}},
     "stages_s": {"encode": 0.25},
+    "memory": {"measured": 59_466e6, "planned": 61_312e6, "measured / planned": 0.96989},
 }
 
 
@@ -28,6 +29,7 @@ def test_a_measurement_becomes_json_a_table_and_a_plot(tmp_path: Path) -> None:
     table = written[1].read_text()
     assert "| sides, ours | 2.000 | 1.500 | 2.500 |" in table
     assert "| encode | 250 | | |" in table
+    assert "59.47 GB measured, 61.31 GB planned, a ratio of 0.9699." in table
     assert "<svg" in written[2].read_text()
 
 
