@@ -9,7 +9,6 @@ import torch
 
 from bench import host
 from bench.measuring import Timing, once
-from bench.requests import quiet
 from bench.synthetic import DEVICE, PARTITION, RandomWeights, Wanted, open_engines, synthetic_store
 from engines.plan import Workload, make_plan, released_outline
 from engines.plan.plan import Plan
@@ -18,7 +17,7 @@ from plugins.dimensions import TEXT_TAG
 from plugins.kernels import flash_attention_3
 from plugins.shape import Shape, canvas
 from runtime.denoiser import Denoiser, ModulationCache, State
-from runtime.events import Cancellation, Units
+from runtime.events import Cancellation, Reporter, Units
 from runtime.packing import Layout, layout
 from runtime.quality import Quality, quality
 from runtime.schedule import Schedule
@@ -89,7 +88,7 @@ def _run(
     video = torch.randn(shape.video_rows, 96, device=DEVICE, generator=generator)
     audio = torch.randn(shape.audio_rows, 32, device=DEVICE, generator=generator)
     schedule = Schedule.uniform(workload.forwards, VIDEO_SHIFT, AUDIO_SHIFT)
-    units = Units("denoise", workload.forwards, quiet(), Cancellation())
+    units = Units("denoise", workload.forwards, Reporter.silent(), Cancellation())
     none = State(video[:0], audio[:0])
     steps = denoiser.sample(denoiser.sequence(text, packed), schedule, tier, none, State(video, audio), units)
     return [once(lambda: next(steps)) / 1e3 for _ in range(workload.forwards)]

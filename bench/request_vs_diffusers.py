@@ -25,7 +25,7 @@ from engines.machine import available_processors
 from export.checkpoint import Checkpoint
 from h3trt.reference import ReferencePipeline
 from runtime.decode import decode_video
-from runtime.events import Cancellation, Event, Reporter
+from runtime.events import Cancellation, Reporter, ignore
 from runtime.intake import Taken
 from runtime.pipeline import Pipeline
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reference = ReferencePipeline(Checkpoint.open(pipeline.manifest.checkpoint.root))
     sides: dict[str, Callable[[Taken], object]] = {
         "engines": lambda taken: media(pipeline, taken),
-        "engines, to MP4": lambda taken: list(pipeline.generate(taken, _ignore, Cancellation())),
+        "engines, to MP4": lambda taken: list(pipeline.generate(taken, ignore, Cancellation())),
         "diffusers": lambda taken: reference.run(taken.resolved),
     }
     seconds = measure(sides, pipeline, options.forwards, options.rounds)
@@ -69,9 +69,9 @@ def measure(
 def media(pipeline: Pipeline, taken: Taken) -> tuple[torch.Tensor, torch.Tensor]:
     """Frames and waveform of a request: what diffusers' pipeline returns."""
     never = Cancellation()
-    encoded = pipeline.encode(taken, _ignore, never)
-    ((video, audio),) = pipeline.denoise(taken.resolved, encoded, _ignore, never)
-    vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter(_ignore, time.monotonic)
+    encoded = pipeline.encode(taken, ignore, never)
+    ((video, audio),) = pipeline.denoise(taken.resolved, encoded, ignore, never)
+    vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter.silent()
     frames = torch.cat(list(decode_video(video, pipeline.decode_tile, vae, quiet, never)))
     return frames, pipeline.waveform(audio[0])
 
@@ -88,10 +88,6 @@ def report(pipeline: Pipeline, forwards: int, seconds: dict[str, list[float]]) -
         "spread": {name: [min(values), max(values)] for name, values in seconds.items()},
         "diffusers / engines": medians["diffusers"] / medians["engines"],
     }
-
-
-def _ignore(event: Event) -> None:
-    """No progress is shown."""
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from runtime.events import Event, Reporter
+from typing import Any
+
+from runtime.contract import CONTAINERS, FIELD
+from runtime.mux import MediaOptions
 
 PROMPT = "A red fox runs over fresh snow at dawn, its steps crunching, a raven calling far away."
 
 
-def ignore(event: Event) -> None:
-    """No progress is shown."""
-
-
-def quiet() -> Reporter:
-    """A reporter that shows nothing."""
-    return Reporter(ignore, lambda: 0.0)
+def default_media(container: str = CONTAINERS[0]) -> MediaOptions:
+    """What a request gets that asks for nothing but, perhaps, a container."""
+    default: dict[str, Any] = {name: FIELD[name].default for name in ("crf", "preset", "audio_bitrate")}
+    return MediaOptions(default["preset"], 1000 * default["audio_bitrate"], default["crf"], container=container)

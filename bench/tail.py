@@ -21,11 +21,11 @@ import av
 import torch
 
 from bench.report import write_table
-from bench.requests import quiet
-from bench.tail_run import CHUNK_SECONDS, FRAMES, HEIGHT, SIDES, WIDTH, Run, Source, media, tone
+from bench.requests import default_media
+from bench.tail_run import CHUNK_SECONDS, FRAMES, HEIGHT, SIDES, WIDTH, Run, Source, tone
 from engines.profile import Profile
 from runtime.decode import decode_planes
-from runtime.events import Cancellation
+from runtime.events import Cancellation, Reporter
 from runtime.tail import CHUNKS, Chunk
 from runtime.transfer import to_host
 
@@ -142,13 +142,15 @@ def miniature(folder: Path, rounds: int) -> dict[str, Any]:
 
 def _decoded(pipeline: Pipeline, latents: torch.Tensor) -> Generator[Chunk, None, None]:
     vae = pipeline.manifest.dimensions.video_vae
-    yield from map(to_host, decode_planes(latents, pipeline.decode_tile, vae, "bt709", quiet(), Cancellation()))
+    yield from map(
+        to_host, decode_planes(latents, pipeline.decode_tile, vae, "bt709", Reporter.silent(), Cancellation())
+    )
 
 
 def _in_turns(source: Source, frames: int, size: tuple[int, int], rounds: int) -> dict[str, Any]:
     waveform = tone(frames)
     sides: Mapping[str, Callable[[], Run]] = {
-        name: partial(SIDES[side], source, waveform, size, media(container))
+        name: partial(SIDES[side], source, waveform, size, default_media(container))
         for name, (side, container) in _SIDE.items()
     }
     sides["serial"]()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.requests import default_media
 from runtime.events import Cancellation
 from runtime.mux import MediaOptions, Mp4Writer
 from runtime.tail import Chunk, encode_behind
@@ -75,11 +76,6 @@ def overlapped(source: Source, waveform: NDArray[np.float32], size: tuple[int, i
 
 
 SIDES = {"serial": serial, "overlapped": overlapped}
-
-
-def media(container: str) -> MediaOptions:
-    """What all sides encode with, into a container of their own."""
-    return MediaOptions(crf=18, preset="veryfast", audio_bitrate=128_000, container=container)
 
 
 def _timed(run: Run, chunks: Iterator[Chunk]) -> Iterator[Planes]:
@@ -155,7 +151,7 @@ def tone(frames: int) -> NDArray[np.float32]:
 def main(side: str, container: str) -> None:
     """Runs one side over the synthetic source, and prints what it took and the most memory that the process had."""
     source, waveform = synthetic(), tone(FRAMES)
-    run = SIDES[side](source, waveform, (WIDTH, HEIGHT), media(container))
+    run = SIDES[side](source, waveform, (WIDTH, HEIGHT), default_media(container))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sys.stdout.write(json.dumps({**run.as_json(), "peak_memory_bytes": peak}) + "\n")
 

@@ -11,21 +11,18 @@ import torch
 
 from bench import host
 from bench.measuring import Timing, in_turns, kernels
-from bench.requests import quiet
+from bench.requests import default_media
 from bench.synthetic import DEVICE, PARTITION, Wanted, open_engines, synthetic_store
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
 from runtime.decode import decode_planes
-from runtime.events import Cancellation
-from runtime.mux import MediaOptions, Mp4Writer
+from runtime.events import Cancellation, Reporter
+from runtime.mux import Mp4Writer
 
 SECONDS = 10
 ASPECT_RATIO = "16:9"
 GRAPHS = ("video_decoder_tile",)
-
-MEDIA = MediaOptions(crf=18, preset="veryfast", audio_bitrate=192_000)
-"""What a request gets that asks for nothing else."""
 
 
 def measure(folder: Path, profile: Profile, rounds: int = 1) -> dict[str, Any]:
@@ -75,12 +72,12 @@ def _latents(shape: Shape, channels: int) -> torch.Tensor:
 def decoded(engines: EngineSet, latents: torch.Tensor) -> Iterator[torch.Tensor]:
     """The clip's planes, chunk by chunk, on the device."""
     vae = engines.manifest.dimensions.video_vae
-    return decode_planes(latents, decode_tile(engines), vae, "bt709", quiet(), Cancellation())
+    return decode_planes(latents, decode_tile(engines), vae, "bt709", Reporter.silent(), Cancellation())
 
 
 def _encode(shape: Shape, frames: list[torch.Tensor]) -> bytes:
     pieces: list[bytes] = []
-    with Mp4Writer(shape.width, shape.height, 32_000, MEDIA, pieces.append) as writer:
+    with Mp4Writer(shape.width, shape.height, 32_000, default_media(), pieces.append) as writer:
         writer.write_audio(torch.randn(2, 800 * shape.audio_latents).clamp_(-1, 1).numpy())
         for part in frames:
             writer.write_frames(part.numpy())

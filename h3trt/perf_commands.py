@@ -17,7 +17,7 @@ import typer
 from h3trt import console, paths
 from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.exits import CommandError, Exit
-from h3trt.serving import running_server, settings_of
+from h3trt.serving import running_server
 
 if TYPE_CHECKING:
     from bench.perf.clips import Make
@@ -137,8 +137,10 @@ class _Generator:
 @contextmanager
 def _target(client: LoadClient, profile: str, store: Path, work: Path) -> Iterator[str]:
     """A server that keeps no conditions, so that every request encodes; for aiperf with a gateway in front of it."""
+    from triton_repo.repository import RepositorySettings
+
     with ExitStack() as running:
-        settings = settings_of(8, condition_cache="off")
+        settings = RepositorySettings(condition_cache=0)
         server = running.enter_context(running_server(paths.triton(profile), store, settings, {}))
         grpc = server.endpoints.grpc
         yield running.enter_context(_gateway(grpc, work / "gateway")) if client is LoadClient.AIPERF else grpc
@@ -165,7 +167,7 @@ def _measured(
     generator: _Generator, profile: str, load: Workload, manifest: Manifest, points: list[Point], url: str | None
 ) -> dict[str, Any]:
     """The whole result, with what it was taken on."""
-    from bench.perf import machine
+    from bench import machine
 
     size = manifest.dimensions.denoiser
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +15,15 @@ from h3trt.build_commands import ProfileOption, StoreOption
 from h3trt.exits import CommandError, Exit
 from h3trt.growing_files import GrowingFiles, in_fragments
 from h3trt.media_options import REF_HELP, attach
-from h3trt.serving import DEFAULT_CACHE, running_server, settings_of
-from triton_repo.names import HIGH, NORMAL
+from h3trt.serving import DEFAULT_CACHE, cache_bytes, running_server
+from triton_repo.names import (
+    DEFAULT_HANG_SECONDS,
+    DEFAULT_QUEUE,
+    DEFAULT_QUEUE_SECONDS,
+    DEFAULT_RESTARTS,
+    HIGH,
+    NORMAL,
+)
 
 if TYPE_CHECKING:
     from triton_repo.client import Files, Fragments, Generated
@@ -44,10 +50,10 @@ def serve(
     metrics_port: PortOption = 8002,
     queue: Annotated[
         int, typer.Option(min=1, help="Requests of each priority that may wait for a model; more are refused.")
-    ] = 8,
+    ] = DEFAULT_QUEUE,
     queue_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after which a request that still waits is refused.")
-    ] = 86_400,
+    ] = DEFAULT_QUEUE_SECONDS,
     media_host: Annotated[
         list[str] | None,
         typer.Option(help="Host that requests may name URLs of, or *.HOST for all below it; repeat it. Default: none."),
@@ -75,21 +81,27 @@ def serve(
     ] = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="Times in a row that a server is started again that died or hangs.")
-    ] = 5,
+    ] = DEFAULT_RESTARTS,
     hang_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds without an answer or a unit of progress that count as hung; 0: never.")
-    ] = 900,
+    ] = DEFAULT_HANG_SECONDS,
 ) -> None:
     """Serve an engine store with Triton on loopback until Ctrl-C or SIGTERM.
 
     Stopping refuses new requests and lets the others finish; a second Ctrl-C ends them at once. A server that dies,
     loses a model's process or hangs is started again under the same ports; exit code 5 when that does not help.
     """
+    from triton_repo.repository import RepositorySettings
     from triton_repo.watchdog import RestartPolicy
 
     ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    settings = replace(
-        settings_of(queue, media_host or [], media_root, condition_cache), queue_timeout=queue_timeout, warm=warm
+    settings = RepositorySettings(
+        max_queue_size=queue,
+        queue_timeout=queue_timeout,
+        media_hosts=tuple(media_host or ()),
+        media_root=media_root,
+        condition_cache=cache_bytes(condition_cache),
+        warm=warm,
     )
     policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
     run = {**ports, "ready_timeout": ready_timeout, "trace": trace, "metrics_host": metrics_host}
@@ -176,6 +188,7 @@ def demo(
     from engines.build import build
     from export.miniature import write_miniature
     from triton_repo.installation import Installation
+    from triton_repo.repository import RepositorySettings
 
     Installation.find()
     paths.check_writable(out)
@@ -187,7 +200,7 @@ def demo(
     with console.steps() as steps:
         build(checkpoint, "cpu", store, steps)
     console.heading("3. Triton server")
-    with running_server(work / "triton", store, settings_of(8), {}) as server:
+    with running_server(work / "triton", store, RepositorySettings(), {}) as server:
         console.heading("4. one gRPC request")
         started = time.monotonic()
         with console.stages() as progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -60,22 +60,9 @@ def running_server(
         yield server
 
 
-def settings_of(
-    queue: int,
-    media_hosts: Sequence[str] = (),
-    media_root: Path | None = None,
-    condition_cache: str = DEFAULT_CACHE,
-) -> RepositorySettings:
-    """The repository's settings that options of a command stand for. Raises CommandError."""
-    from triton_repo.repository import RepositorySettings
-
-    cached = 0 if condition_cache == "off" else bytes_of("--condition-cache", condition_cache, "off or ")
-    return RepositorySettings(
-        max_queue_size=queue,
-        media_hosts=tuple(media_hosts),
-        media_root=media_root,
-        condition_cache=cached,
-    )
+def cache_bytes(text: str) -> int:
+    """The bytes that --condition-cache stands for. Raises CommandError."""
+    return 0 if text == "off" else bytes_of("--condition-cache", text, "off or ")
 
 
 def _print_json(line: str) -> None:

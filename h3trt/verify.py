@@ -22,7 +22,7 @@ from h3trt.reference import Reference, ReferenceMedia, ReferencePipeline
 from h3trt.verify_requests import requests
 from runtime.decode import decode_video
 from runtime.denoiser import State
-from runtime.events import Cancellation, Event, Reporter, Units
+from runtime.events import Cancellation, Reporter, Units, ignore
 from runtime.intake import Taken
 from runtime.packing import Layout, patchify_video
 from runtime.pipeline import Encoded, Pipeline
@@ -175,7 +175,7 @@ def pipeline_checks(
     """The request through the engines and through diffusers' modular pipeline, quantity by quantity."""
     request, task = taken.resolved, taken.resolved.task
     theirs = reference.run(request, taken.media, decode)
-    ours = pipeline.encode(taken, _ignore, Cancellation())
+    ours = pipeline.encode(taken, ignore, Cancellation())
     layout = pipeline.layout(request, ours.tags)
     yield from _layout_checks(task, layout, theirs)
     yield from _timestep_checks(task, request, layout, theirs)
@@ -183,7 +183,7 @@ def pipeline_checks(
     yield Check(task, "prompt embeddings, relative", _relative(ours.text, theirs.text), TEXT_LIMIT)
     if theirs.condition_latents:
         yield from _condition_checks(task, pipeline, ours, theirs)
-    units = Units("denoise", request.forwards, Reporter(_ignore, lambda: 0.0), Cancellation())
+    units = Units("denoise", request.forwards, Reporter.silent(), Cancellation())
     states = list(next(pipeline.trajectory(request, ours, units)))
     for step, (state, expected) in enumerate(zip(states[1:], theirs.steps, strict=True)):
         worst = _worst(_largest(state.video, expected.video), _largest(state.audio, expected.audio))
@@ -239,14 +239,10 @@ def _float16_spacing(values: torch.Tensor) -> torch.Tensor:
 def _media_checks(
     pipeline: Pipeline, video: torch.Tensor, audio: torch.Tensor, reference: ReferenceMedia
 ) -> Iterator[Check]:
-    vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter(_ignore, lambda: 0.0)
+    vae, quiet = pipeline.manifest.dimensions.video_vae, Reporter.silent()
     frames = torch.cat(list(decode_video(video, pipeline.decode_tile, vae, quiet, Cancellation())))
     yield Check("media", "frames, PSNR in dB", psnr(frames, reference.frames), PSNR_LIMIT, at_least=True)
     yield Check("media", "waveform", _largest(pipeline.waveform(audio), reference.waveform), AUDIO_LIMIT)
-
-
-def _ignore(event: Event) -> None:
-    """No progress is shown."""
 
 
 def psnr(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -50,6 +50,10 @@ class Event:
             raise ValueError(f"not a progress event: {text[:200]!r}") from error
 
 
+def ignore(event: Event) -> None:
+    """A sink for events that nobody wants."""
+
+
 class Reporter:
     """Stamps progress with the time since it was made and hands each event to a sink.
 
@@ -64,6 +68,11 @@ class Reporter:
     def __call__(self, stage: Stage, index: int, total: int, skipped_tiles: int | None = None) -> None:
         """Send one event, `index` of `total` units of `stage` being done."""
         self._sink(Event(stage, index, total, self._clock() - self._start, skipped_tiles))
+
+    @classmethod
+    def silent(cls) -> Reporter:
+        """One that tells nobody."""
+        return cls(ignore, lambda: 0.0)
 
 
 class Cancelled(Exception):

@@ -20,6 +20,15 @@ CACHE_PARAMETER = "condition_cache"
 DEFAULT_CONDITION_CACHE = 256 << 20
 """Those bytes, unless the operator says otherwise."""
 
+DEFAULT_QUEUE = 8
+"""Requests of one priority that may wait for a model, unless the operator says otherwise."""
+
+DEFAULT_QUEUE_SECONDS = 86_400.0
+"""How long they may, unless the operator says otherwise."""
+
+DEFAULT_RESTARTS, DEFAULT_HANG_SECONDS = 5, 900.0
+"""How often in a row a lost server is started again, and how long one may make no progress, likewise."""
+
 STATE_PARAMETER = "state"
 """The model parameter that holds the folder of what a server remembers from one start to the next; empty: none."""
 

@@ -30,6 +30,8 @@ from triton_repo.names import (
     CACHE_PARAMETER,
     DECODE,
     DEFAULT_CONDITION_CACHE,
+    DEFAULT_QUEUE,
+    DEFAULT_QUEUE_SECONDS,
     DENOISE,
     ENCODE,
     ENSEMBLE,
@@ -81,8 +83,8 @@ class RepositorySettings:
     each size that the engines are for before the models are ready; None: on GPUs.
     """
 
-    max_queue_size: int = 8
-    queue_timeout: float = 86_400.0
+    max_queue_size: int = DEFAULT_QUEUE
+    queue_timeout: float = DEFAULT_QUEUE_SECONDS
     media_hosts: tuple[str, ...] = ()
     media_root: Path | None = None
     condition_cache: int = DEFAULT_CONDITION_CACHE

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from triton_repo.control import REQUEST_SECONDS, UNREACHABLE, Activity, Control
 from triton_repo.errors import ServerError
-from triton_repo.names import DEVICE_MODELS
+from triton_repo.names import DEFAULT_HANG_SECONDS, DEFAULT_RESTARTS, DEVICE_MODELS
 from triton_repo.server import Endpoints, ServerSettings, TritonServer
 from triton_repo.serving_state import ServingState
 
@@ -29,11 +29,11 @@ class RestartPolicy:
     `longest_delay`. `hang`: how long a server may not answer, or have requests and make no progress; 0: for ever.
     """
 
-    attempts: int = 5
+    attempts: int = DEFAULT_RESTARTS
     steady: float = 600.0
     first_delay: float = 1.0
     longest_delay: float = 60.0
-    hang: float = 900.0
+    hang: float = DEFAULT_HANG_SECONDS
 
     def delay(self, attempt: int) -> float:
         """Seconds before the attempt, the first of a row being 1."""

@@ -11,7 +11,7 @@ from gateway.settings import GatewaySettings
 from h3trt.amounts import bytes_of
 from h3trt.exits import CommandError
 from h3trt.gateway_commands import gateway
-from h3trt.serving import settings_of
+from h3trt.serving import cache_bytes
 
 
 def test_the_command_has_the_defaults_of_the_settings() -> None:
@@ -26,7 +26,7 @@ def test_the_command_has_the_defaults_of_the_settings() -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("1MiB", 1 << 20), ("256 MiB", 256 << 20), ("2GiB", 2 << 30)])
 def test_an_amount_is_bytes(text: str, size: int) -> None:
-    assert bytes_of("--keep", text) == settings_of(1, condition_cache=text).condition_cache == size
+    assert bytes_of("--keep", text) == cache_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "1", "1GB", "-1GiB", "1.5GiB", "off", "1000000000GiB"])
@@ -36,6 +36,6 @@ def test_another_amount_is_refused_by_its_option(text: str) -> None:
 
 
 def test_a_cache_may_be_off() -> None:
-    assert settings_of(1, condition_cache="off").condition_cache == 0
+    assert cache_bytes("off") == 0
     with pytest.raises(CommandError, match="--condition-cache 'of': must be off or an amount"):
-        settings_of(1, condition_cache="of")
+        cache_bytes("of")

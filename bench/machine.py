@@ -1,4 +1,4 @@
-"""What a sweep was taken on: the machine that measured, which is the server's too unless a URL names another."""
+"""The machine that measures, without torch: a load generator has none."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any
 
 from engines.machine import available_processors, memory_bytes
 
-_ROOT = Path(__file__).parents[2]
-_GPUS = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+_ROOT = Path(__file__).parents[1]
+
+GPU_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+"""Tells a line for each GPU."""
 
 
 def describe() -> dict[str, Any]:
     """Processor, memory, GPUs, and how busy the machine was already."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "processors": available_processors(),
         "memory_bytes": memory_bytes(),
-        "gpus": _said(_GPUS).splitlines(),
+        "gpus": _said(GPU_QUERY).splitlines(),
         "load": [round(load, 2) for load in os.getloadavg()],
         "system": f"{platform.system()} {platform.release()}",
     }
@@ -33,7 +35,8 @@ def commit() -> str:
     return f"{found}+" if found and changed else found
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, or its architecture where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
