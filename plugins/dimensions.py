@@ -57,6 +57,15 @@ class DenoiserDimensions(_Frozen):
         return self.video_channels * t * h * w
 
     @cached_property
+    def block_products(self) -> int:
+        """Weights of one block that every row is multiplied with."""
+        return 4 * self.hidden * self.inner + 3 * self.hidden * self.ffn
+
+    def mixing(self, rows: int) -> float:
+        """Operations of one block's attention, of all rows to all."""
+        return 4.0 * rows * rows * self.inner
+
+    @cached_property
     def adaln_features(self) -> int:
         """Outputs of one block's AdaLN projection: modalities x 6 x hidden."""
         return MODALITIES * 6 * self.hidden
@@ -80,6 +89,16 @@ class TextEncoderDimensions(_Frozen):
     rope_theta: float
     mrope_section: tuple[int, int, int]
     rms_eps: float
+
+    @cached_property
+    def layer_products(self) -> int:
+        """Weights of one layer that every row is multiplied with."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate
+
+    def mixing(self, rows: int) -> float:
+        """Operations of one layer's attention: causal, which is half of all rows to all."""
+        return 2.0 * rows * rows * self.heads * self.head_dim
 
 
 class VisionDimensions(_Frozen):

@@ -1,7 +1,6 @@
 """How much work a request is, stage by stage: the law by which times measured at one size stand for another.
 
-The arithmetic of the denoiser and of the text encoder is the planner's: two operations for each weight and row, four
-for each pair of rows and channel of attention. Amounts are comparable under one name only.
+The arithmetic of the denoiser and of the text encoder is the planner's. Amounts are comparable under one name only.
 """
 
 from __future__ import annotations
@@ -37,25 +36,20 @@ def _encoding(resolved: Resolved, text_rows: int, size: TextEncoderDimensions) -
     if kinds:
         rows = text_rows + resolved.condition_video_rows + resolved.condition_audio_rows
         return Work(f"encode of text, {', '.join(kinds)}", rows)
-    weights = 2 * size.hidden * (size.heads + size.kv_heads) * size.head_dim + 3 * size.hidden * size.intermediate
-    return Work("encode of text", size.layers * _operations(text_rows, weights, size.heads * size.head_dim))
+    layer = 2.0 * size.layer_products * text_rows + size.mixing(text_rows)
+    return Work("encode of text", size.layers * layer)
 
 
 def _denoising(resolved: Resolved, text_rows: int, size: DenoiserDimensions) -> Work:
     """Operations of the blocks in all forwards of all outputs."""
     conditions = resolved.condition_video_rows + resolved.condition_audio_rows
     rows = text_rows + conditions + resolved.video_rows + resolved.audio_rows
-    weights = 4 * size.hidden * size.inner + 3 * size.hidden * size.ffn
+    block = 2.0 * size.block_products * rows + size.mixing(rows)
     runs = resolved.outputs * resolved.forwards * size.layers
-    return Work(f"denoise of quality {resolved.quality.tier}", runs * _operations(rows, weights, size.inner))
+    return Work(f"denoise of quality {resolved.quality.tier}", runs * block)
 
 
 def _decoding(resolved: Resolved) -> Work:
     """Pixels of all outputs; the encoder's preset decides how much each is worth."""
     pixels = resolved.outputs * resolved.width * resolved.height * resolved.frames
     return Work(f"decode with preset {resolved.media.preset}", pixels)
-
-
-def _operations(rows: int, weights: int, channels: int) -> float:
-    """One layer over so many rows: products with its weights, and attention of all rows to all."""
-    return 2.0 * weights * rows + 4.0 * channels * rows * rows

@@ -143,8 +143,7 @@ class Costs:
         row = arrays.text_layer(text, arithmetic, ranks)
         hidden = text.hidden * widths.item
         linear = 2.0 * self.weighing.weights["text_encoder.layer"].products() * rows / ranks
-        # Causal attention does half of the products.
-        mixing = 2.0 * rows * rows * text.heads * text.head_dim / ranks
+        mixing = text.mixing(rows) / ranks
         flops = operations(arithmetic, text.layers * linear, text.layers * mixing)
         io = rows * (2 * hidden + 2 * text.head_dim * FLOAT)
         reduced = 2 * text.layers * 2 * rows * text.hidden * FLOAT * (ranks - 1) / ranks
@@ -293,7 +292,7 @@ class Costs:
     @property
     def _mixing(self) -> float:
         """Operations of one block's attention on one rank, which has a share of the heads and all rows."""
-        return 4.0 * self.rows.total**2 * self._size.inner / self._ulysses
+        return self._size.mixing(self.rows.total) / self._ulysses
 
     @property
     def _ulysses(self) -> int:

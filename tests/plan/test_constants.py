@@ -31,6 +31,12 @@ def test_the_projections_that_leave_the_loop_are_13_billion_parameters(outline: 
     assert sum(math.prod(d.shape or ()) for one in adaln.instances for d in one.values()) == 13_039_369_728
 
 
+def test_what_estimates_count_for_a_row_is_what_the_graphs_multiply_it_with(outline: Outline) -> None:
+    weights, sizes = graph_weights(outline), outline.dimensions
+    assert sizes.denoiser.block_products == weights["block"].products()
+    assert sizes.text_encoder.layer_products == weights["text_encoder.layer"].products()
+
+
 def test_the_encoder_that_is_used_has_its_published_size(outline: Outline) -> None:
     # 51.5 GB, with the vision tower and all of its mergers.
     weights = graph_weights(outline)
