@@ -1,6 +1,6 @@
 """Requests that a server makes of itself before it says that it is ready: one for each range of sizes that it is for.
 
-They find out what is broken, and have behind them whatever is done once: kernels chosen, graphs captured, memory taken.
+They find out what is broken, and have behind them whatever is done once: kernels chosen, memory taken.
 """
 
 from __future__ import annotations

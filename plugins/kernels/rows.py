@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from plugins.ops.fp8_linear import E4M3, E4M3_MAX, SCALE_FLOOR
+from plugins.ops.quantised_rows import Quantised
 
 WARPS = 8
 """Warps of a program that holds a whole row of some thousands of channels in registers."""
@@ -80,10 +81,6 @@ def _gated(x, update, gate, index, out, width, gate_stride, BLOCK: tl.constexpr)
     change = tl.load(update + row * width + columns, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(x + row * width + columns, mask=mask, other=0.0).to(tl.float32) + opened * change
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=mask)
-
-
-Quantised = tuple[torch.Tensor, torch.Tensor]
-"""Rows as E4M3 and their scales [S, 1] float32."""
 
 
 def modulated_rms_norm(

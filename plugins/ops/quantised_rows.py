@@ -13,7 +13,7 @@ from plugins.ops import modulated_rms_norm, swiglu
 from plugins.ops.fp8_linear import E4M3, E4M3_MAX, quantise_rows, scaled_rows
 
 Quantised = tuple[torch.Tensor, torch.Tensor]
-"""Values and scale."""
+"""Values E4M3 and their rows' scales [S, 1] float32."""
 
 CAPABILITY = (8, 9)
 """Least compute capability with E4M3 conversions and products."""
