@@ -21,8 +21,9 @@ from engines import machine
 from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile, ProfileError
 from plugins.dimensions import Dimensions
+from plugins.distilled import Distilled
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Changes when a manifest of the last version can no longer be read."""
 
 MANIFEST = "manifest.json"
@@ -181,6 +182,32 @@ class Region(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[dtype]
 
 
+class AdapterRecord(_Record):
+    """An adapter that requests may choose: which weights of the transformer it changes.
+
+    Its own weights are `bindings["PARTITION+NAME"]`, of the graphs that it changes and no others: with "merged" all
+    weights of these graphs, changed; with "low_rank" those that their variants have beside the partition's.
+    """
+
+    distilled: Distilled
+    partition: Partition
+    mode: Literal["low_rank", "merged"]
+
+
+class TableRecord(_Record):
+    """The AdaLN parameters of a pinned schedule, computed when the store was built.
+
+    The safetensors file holds, in the modulation graphs' dtype, `blocks` [forwards, layers, M*3, 6*hidden] and `head`
+    [forwards, M, 2*hidden]. `weights_sha256` is of the weights that it was made from, `timesteps` [forwards][M] are the
+    slots' (float32); `engine` is the key of the engine that made it.
+    """
+
+    file: FileRecord
+    weights_sha256: str
+    timesteps: tuple[tuple[float, ...], ...]
+    engine: str
+
+
 class CheckpointRecord(_Record):
     """The checkpoint that the weights are read from."""
 
@@ -223,6 +250,9 @@ class Manifest(_Record):
     """Everything that running the engines needs to know, and everything that made them.
 
     `bindings[partition][graph][instance]` maps each weight of the graph, by name, to its region.
+
+    student: the checkpoint is one that has this schedule and no other. adapters: by name, what requests may choose
+    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the name of student or adapter.
     """
 
     schema_version: int
@@ -233,7 +263,10 @@ class Manifest(_Record):
     tokenizer: FileRecord
     graphs: dict[str, EngineRecord]
     weight_files: tuple[WeightFile, ...]
-    bindings: dict[Partition, dict[str, tuple[dict[str, Region], ...]]]
+    bindings: dict[str, dict[str, tuple[dict[str, Region], ...]]]
+    student: Distilled | None = None
+    adapters: dict[str, AdapterRecord] = {}
+    tables: dict[str, TableRecord] = {}
 
 
 class EngineStore:

@@ -1,0 +1,53 @@
+"""What a distilled model, or an adapter, binds its requests to: a schedule, tasks, and the attention it learned."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Family = Literal["fasth3_v1", "fasth3_v2", "turbo", "flashgen", "merged"]
+"""FastVideo's adapter and its 8-step model, LightX2V's and FlashGen's adapters; a checkpoint that pins its schedule."""
+
+ArtifactTask = Literal["t2va", "fl2va", "ref2va"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class PinnedSchedule(_Frozen):
+    """The only schedule that requests may have (spec/model.md 4.5).
+
+    positions: base positions, strictly falling to 0, one more than there are forwards; None: equally spaced from 1, as
+    the released model's are. The shifts are those of the sigmas of both clocks.
+    """
+
+    forwards: Annotated[int, Field(ge=1)]
+    positions: Annotated[tuple[float, ...], Field(strict=False)] | None = None
+    video_shift: Annotated[float, Field(gt=0)]
+    audio_shift: Annotated[float, Field(gt=0)]
+
+
+class VideoSparse(_Frozen):
+    """Attention of video tiles to the most relevant video tiles alone (spec/model.md 8.3).
+
+    tile: rows of a tile. sparsity: the share of video tiles that are left out; it was trained with.
+    """
+
+    tile: Annotated[int, Field(ge=1)] = 64
+    sparsity: Annotated[float, Field(ge=0, lt=1)]
+
+
+class Distilled(_Frozen):
+    """One artifact. `name` is what requests and metrics call it; sha256 is that of its file, None where it has several.
+
+    video_sparse: what its attention is; None: as the released model's.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    family: Family
+    tasks: Annotated[tuple[ArtifactTask, ...], Field(min_length=1, strict=False)]
+    schedule: PinnedSchedule
+    video_sparse: VideoSparse | None = None
+    sha256: str | None = None
