@@ -24,8 +24,24 @@ FORCED = (
     "        if (tile + 1 < tiles)\n            barrier_wait(&shared.keys_full[keys.index],\n"
     "                         keys.parity ^ uint32(rows.total[0] + rows.total[1] < 0.f));\n        products_wait<0>();",
 )
-EDITS = {"new": (), "forced": (FORCED,), "spec": (), "spec forced": (FORCED,)}
-FILES = {"before": "attention_before.cu", "spec": "attention_spec.cu", "spec forced": "attention_spec.cu"}
+_HOT = """        products_begin();
+        make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
+        add_values(sums, weights, value_tiles + values.index * (TILE_BYTES / 16));
+"""
+_COLD = """            products_begin();
+            make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
+"""
+_WAIT, _PASS = (
+    f'asm volatile("{name} %0, 256;" ::"r"({number}) : "memory");\n'
+    for name, number in (("bar.sync", "1 + group"), ("bar.arrive", "2 - group"))
+)
+TURNS = (
+    (_HOT, _WAIT + _HOT + _PASS),
+    (_COLD, _WAIT + _COLD + _PASS),
+    ("    Stage next = values;", f"    if (group == 1) {_PASS}    Stage next = values;"),
+)
+EDITS = {"forced": (FORCED,), "spec forced": (FORCED,), "turns": (FORCED, *TURNS)}
+FILES = {"before": "attention_before.cu"} | dict.fromkeys(("spec", "spec forced", "turns"), "attention_spec.cu")
 
 
 @dataclass(frozen=True)
@@ -54,16 +70,23 @@ TRIALS = {
     "bf16 160": Trial(2, 160, 2, "spec forced"),
     "bf16 176": Trial(2, 176, 2, "spec forced"),
     "bf16 192": Trial(2, 192, 2, "spec forced"),
+    "bf16 turns": Trial(2, 128, 3, "turns"),
+    "bf16 176 turns": Trial(2, 176, 2, "turns"),
     "sage before": Trial(1, 224, 3, "before"),
     "sage new": Trial(1, 224, 3),
     "sage forced": Trial(1, 224, 3, "forced"),
     "sage spec": Trial(1, 224, 3, "spec"),
     "sage spec forced": Trial(1, 224, 3, "spec forced"),
+    "sage turns": Trial(1, 224, 3, "turns"),
 }
 
 
 def main() -> None:
     began = time.monotonic()
+    only = sys.argv[2:]
+    for name in list(TRIALS):
+        if not name.endswith("before") and (name.endswith("turns") if not only else name not in only):
+            del TRIALS[name]
     import subprocess
 
     from bench import host
@@ -108,7 +131,7 @@ def main() -> None:
         at, none = (torch.full((1,), value, device="cuda") for value in (THRESHOLD, 0.0))
         sides = {}
         for name in TRIALS:
-            if name.split()[-1] not in ("160", "192", "forced") or name.endswith("spec forced"):
+            if name.split()[-1] not in ("160", "192", "turns", "forced") or name.endswith("spec forced"):
                 sides[f"{name}, dense"] = partial(attend, TRIALS[name], *x, _rows(x), none, SCALE)
                 sides[f"{name}, skipping"] = partial(attend, TRIALS[name], *x, _rows(x), at, SCALE)
         timings = in_turns(sides, 3)

@@ -333,6 +333,11 @@ __device__ __forceinline__ void produce(const Problem& problem, Shared& shared, 
     }
 }
 
+// Of a tile of keys; only 8-bit ones have scales.
+__device__ __forceinline__ float key_scale_of(const float* scales, int tile) {
+    return ELEMENT_BYTES == 1 ? __ldg(scales + tile) : 1.f;
+}
+
 // All key tiles of one warpgroup's queries; a row would skip a tile whose largest weight is below its limit, in log2.
 // Leaves sums of weighted values and returns how many tiles were skipped.
 template <bool SKIPPING>
@@ -357,16 +362,16 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
     keys.advance();
     if (tiles == 1) hide_padding(scores, static_cast<int>(valid));
     tile_maxima(scores, largest);
-    exponentiate(scores, rows, largest, __ldg(key_scales), correction);
+    exponentiate(scores, rows, largest, key_scale_of(key_scales, 0), correction);
     pack(scores, weights);
 
-    float next_scale = __ldg(key_scales + min(1, tiles - 1));
+    float next_scale = key_scale_of(key_scales, min(1, tiles - 1));
     Stage next = values;  // where this tile's values are
     barrier_wait(&shared.values_full[next.index], next.parity);
     if (tiles > 1) barrier_wait(&shared.keys_full[keys.index], keys.parity);
     for (int tile = 1; tile < tiles; ++tile) {
         float key_scale = next_scale;
-        next_scale = __ldg(key_scales + min(tile + 1, tiles - 1));
+        next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
         next.advance();
         products_begin();
         make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
@@ -389,7 +394,7 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
             values = next;
             if (++tile == tiles) return skipped;
             key_scale = next_scale;
-            next_scale = __ldg(key_scales + min(tile + 1, tiles - 1));
+            next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
             next.advance();
             barrier_wait(&shared.keys_full[keys.index], keys.parity);
             products_begin();
