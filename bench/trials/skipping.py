@@ -38,10 +38,11 @@ _WAIT, _PASS = (
 TURNS = (
     (_HOT, _WAIT + _HOT + _PASS),
     (_COLD, _WAIT + _COLD + _PASS),
-    ("    Stage next = values;", f"    if (group == 1) {_PASS}    Stage next = values;"),
+    ("    if (tiles > 1) barrier_wait(", f"    if (group == 1) {_PASS}    if (tiles > 1) barrier_wait("),
 )
-EDITS = {"forced": (FORCED,), "spec forced": (FORCED,), "turns": (FORCED, *TURNS)}
-FILES = {"before": "attention_before.cu", "new": "attention_new.cu", "forced": "attention_new.cu"} | dict.fromkeys(("spec", "spec forced", "turns"), "attention_spec.cu")
+ALONE = (("constexpr int CLUSTER = 2;", "constexpr int CLUSTER = 1;"),)
+EDITS = {"alone": ALONE, "alone turns": (*ALONE, *TURNS)}
+FILES = {"before": "attention_before.cu"}
 
 
 @dataclass(frozen=True)
@@ -63,23 +64,14 @@ class Trial(Variant):
 
 TRIALS = {
     "bf16 before": Trial(2, 128, 3, "before"),
-    "bf16 new": Trial(2, 128, 3, "new"),
     "bf16 main": Trial(2, 128, 3),
-    "bf16 forced": Trial(2, 128, 3, "forced"),
-    "bf16 spec": Trial(2, 128, 3, "spec"),
-    "bf16 spec forced": Trial(2, 128, 3, "spec forced"),
-    "bf16 160": Trial(2, 160, 2, "spec forced"),
-    "bf16 176": Trial(2, 176, 2, "spec forced"),
-    "bf16 192": Trial(2, 192, 2, "spec forced"),
-    "bf16 turns": Trial(2, 128, 3, "turns"),
-    "bf16 176 turns": Trial(2, 176, 2, "turns"),
+    "bf16 alone": Trial(2, 128, 3, "alone"),
+    "bf16 176 alone": Trial(2, 176, 2, "alone"),
+    "bf16 192 alone": Trial(2, 192, 2, "alone"),
+    "bf16 176 alone turns": Trial(2, 176, 2, "alone turns"),
     "sage before": Trial(1, 224, 3, "before"),
-    "sage new": Trial(1, 224, 3, "new"),
     "sage main": Trial(1, 224, 3),
-    "sage forced": Trial(1, 224, 3, "forced"),
-    "sage spec": Trial(1, 224, 3, "spec"),
-    "sage spec forced": Trial(1, 224, 3, "spec forced"),
-    "sage turns": Trial(1, 224, 3, "turns"),
+    "sage alone": Trial(1, 224, 3, "alone"),
 }
 
 
@@ -87,7 +79,7 @@ def main() -> None:
     began = time.monotonic()
     only = sys.argv[2:]
     for name in list(TRIALS):
-        if not name.endswith("before") and (name.endswith("turns") if not only else name not in only):
+        if not name.endswith("before") and only and name not in only:
             del TRIALS[name]
     import subprocess
 
@@ -133,7 +125,7 @@ def main() -> None:
         at, none = (torch.full((1,), value, device="cuda") for value in (THRESHOLD, 0.0))
         sides = {}
         for name in TRIALS:
-            if name.split()[-1] not in ("160", "192", "turns", "forced") or name.endswith("spec forced"):
+            if True:
                 sides[f"{name}, dense"] = partial(attend, TRIALS[name], *x, _rows(x), none, SCALE)
                 sides[f"{name}, skipping"] = partial(attend, TRIALS[name], *x, _rows(x), at, SCALE)
         timings = in_turns(sides, 3)
