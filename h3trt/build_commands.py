@@ -70,6 +70,9 @@ def tiny(
         bool, typer.Option("--released-dims", help="The release's sizes; needs --sparse.")
     ] = False,
     sparse: Annotated[bool, typer.Option("--sparse", help="Files without data, which read as zeros.")] = False,
+    with_artifacts: Annotated[
+        bool, typer.Option("--with-artifacts", help="Few-step artifacts of every family too, in artifacts/.")
+    ] = False,
 ) -> None:
     """Write a miniature checkpoint: the release's files, names and classes with small dimensions.
 
@@ -82,9 +85,9 @@ def tiny(
         raise CommandError("--released-dims and --sparse go together: the release's data would take 270 GB")
     try:
         if sparse:
-            write_sparse_released(directory, layout.value)
+            write_sparse_released(directory, layout.value, with_artifacts)
         else:
-            write_miniature(directory, layout.value, seed)
+            write_miniature(directory, layout.value, seed, with_artifacts)
     except FileExistsError as error:
         raise CommandError(str(error)) from None
     console.line(f"{directory}: {_size(_bytes_on_disk(directory))} on disk, {layout} layout")
