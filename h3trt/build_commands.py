@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from h3trt import console, paths
+from h3trt.amounts import amount
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 
@@ -90,7 +91,7 @@ def tiny(
             write_miniature(directory, layout.value, seed, with_artifacts)
     except FileExistsError as error:
         raise CommandError(str(error)) from None
-    console.line(f"{directory}: {_size(_bytes_on_disk(directory))} on disk, {layout} layout")
+    console.line(f"{directory}: {amount(_bytes_on_disk(directory))} on disk, {layout} layout")
 
 
 def export(
@@ -310,7 +311,7 @@ def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:
 
     checkpoint = Checkpoint.open(path)
     summary = summarise(checkpoint)
-    console.line(f"{summary.layout} layout, partitions {', '.join(summary.partitions)}, {_size(summary.nbytes)}")
+    console.line(f"{summary.layout} layout, partitions {', '.join(summary.partitions)}, {amount(summary.nbytes)}")
     console.line(f"fingerprint {summary.fingerprint}")
     rows = [
         (part.component, part.partition, f"{part.tensors:,}", f"{part.nbytes:,}", _dtypes(part.dtypes))
@@ -323,7 +324,7 @@ def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:
 
 
 def _dtypes(stored: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_size(count)}" for name, count in stored.items())
+    return ", ".join(f"{name} {amount(count)}" for name, count in stored.items())
 
 
 def _verify_hashes(checkpoint: Checkpoint) -> None:
@@ -335,7 +336,3 @@ def _verify_hashes(checkpoint: Checkpoint) -> None:
 
 def _bytes_on_disk(directory: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
