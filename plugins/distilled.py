@@ -35,9 +35,7 @@ class PinnedSchedule(_Frozen):
         if positions is None:
             return self
         if len(positions) != self.forwards + 1:
-            raise ValueError(
-                f"{len(positions)} positions for {self.forwards} forwards; must be one more"
-            )
+            raise ValueError(f"{len(positions)} positions for {self.forwards} forwards; must be one more")
         falling = all(later < earlier for earlier, later in itertools.pairwise(positions))
         if not falling or positions[0] > 1 or positions[-1] != 0:
             raise ValueError(f"positions {list(positions)}: must fall strictly from at most 1 to exactly 0")
