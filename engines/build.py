@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.plan import Workload, make_plan
 from engines.profile import Partition, Profile
 from engines.quantise_step import QuantiseStep
+from engines.sessions.modulation import MODULATION
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
 from engines.store import (
     LOCK,
@@ -30,10 +31,14 @@ from engines.store import (
     SCHEMA_VERSION,
     WEIGHTS,
     Begun,
+    CheckpointRecord,
     EngineStore,
     Manifest,
+    Region,
+    WeightFile,
     rebuild_command,
 )
+from engines.table_step import TABLES, TableStep, TableWeights
 from engines.tensorrt_steps import TensorRTSteps
 from engines.weight_table import WeightTable
 from export.binding import bind
@@ -42,7 +47,7 @@ from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
 from export.graphs.model import check_consumption
 
-PRODUCTS = ("engines", "portable", "tokenizer", "weights")
+PRODUCTS = ("engines", "portable", "tokenizer", TABLES, "weights")
 """Directories of a store that hold nothing but what steps have made."""
 
 
@@ -105,13 +110,17 @@ def build(
 
 
 class _Plan:
-    """The steps of one build. A graph is built once, for the first partition; the others only bind their weights."""
+    """The steps of one build. A graph is built once, for the first partition; the others only bind their weights.
+
+    A student's tables are made here, by engines that are not in the manifest.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, profile: Profile, root: Path, reproduce: Callable[[str], str], work: Work
     ) -> None:
+        self._checkpoint, self._written, self._root, self._work = checkpoint, profile, root, work
+        profile = profile.serving(checkpoint.student)
         _check_partitions(checkpoint, profile)
-        self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
         plan = make_plan(profile, Outline.read(checkpoint.root), Workload()) if profile.on_gpu else None
@@ -124,9 +133,12 @@ class _Plan:
             return TensorRTSteps(graph, bind(graph), root, profile, plan, reproduce, work)
 
         weights = root / WEIGHTS
-        self._graphs = {
+        self._folded = MODULATION if checkpoint.student else ()
+        everything = {
             p: [steps(graph) for graph in profile_graphs(checkpoint, profile, p, weights)] for p in profile.partitions
         }
+        self._graphs = {p: [g for g in graphs if g.graph.name not in self._folded] for p, graphs in everything.items()}
+        self._folding = {g.graph.name: g for g in everything[self._first] if g.graph.name in self._folded}
         sidecars = [s for p in profile.partitions for s in profile_sidecars(checkpoint, profile, p, weights)]
         self._quantised = [QuantiseStep(sidecar, root, work) for sidecar in sidecars]
         self._weights = WeightTable(
@@ -145,9 +157,57 @@ class _Plan:
         ]
         for graph in self._graphs[self._first]:
             steps += graph.steps(checkpoint, exporter, self._weights)
+        steps += self._fold(checkpoint, exporter)
         if self._profile.weights == "baked":
             steps += [s for p, graphs in self._graphs.items() for g in graphs for s in g.bake_steps(p, self._weights)]
         return [*steps, self._manifest(tuple(step.name for step in steps))]
+
+    def _fold(self, checkpoint: Mapping[str, Any], exporter: Mapping[str, Any]) -> Iterator[Step]:
+        """The student's tables, and before them the engines that make them."""
+        if self._table is None:
+            return
+        weights = WeightTable((graph.binding for graph in self._folding.values()), {})
+        made = [step for graph in self._folding.values() for step in graph.steps(checkpoint, exporter, weights)]
+        yield from made
+        yield self._table.step(["tokenizer", *(step.name for step in made)])
+
+    @cached_property
+    def _table(self) -> TableStep | None:
+        student = self._checkpoint.student
+        if student is None:
+            return None
+        return TableStep(
+            student,
+            self._first,
+            self._folding,
+            TableWeights.of(self._folding),
+            self._checkpoint.dimensions.denoiser,
+            self._profile,
+            self._root,
+            self._work,
+            self._assemble,
+        )
+
+    def _assemble(
+        self,
+        records: Mapping[str, Record],
+        instances: Mapping[str, int],
+        files: Sequence[WeightFile],
+        bindings: Mapping[str, Sequence[Mapping[str, Region]]],
+    ) -> Manifest:
+        """What the engines that make tables run under."""
+        engines = {name: self._folding[name].engine_record(records) for name in instances}
+        return Manifest(
+            schema_version=SCHEMA_VERSION,
+            profile=self._profile,
+            versions=installed(self._profile.backend),
+            checkpoint=self._checkpoint_record,
+            dimensions=self._checkpoint.dimensions,
+            tokenizer=records["tokenizer"].files[0],
+            graphs={name: engine.model_copy(update={"instances": instances[name]}) for name, engine in engines.items()},
+            weight_files=tuple(files),
+            bindings={self._first: {name: tuple(map(dict, bound)) for name, bound in bindings.items()}},
+        )
 
     def _bind(self, partition: Partition, exporter: Mapping[str, Any]) -> Step:
         graphs = self._graphs[partition]
@@ -202,10 +262,16 @@ class _Plan:
                         for graph in self._graphs[self._first]
                     },
                     "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
+                    "tables": self._tables(records),
                 }
             )
         )
         return Product({}, {MANIFEST: manifest.model_dump_json(indent=1).encode()})
+
+    def _tables(self, records: Mapping[str, Record]) -> dict[str, Any]:
+        if self._table is None:
+            return {}
+        return {self._table.distilled.name: self._table.record(records).model_dump()}
 
     def _versions(self, records: Mapping[str, Record]) -> dict[str, str]:
         """Of the libraries that the graphs were exported with, maybe on another machine, and of this one's backend."""
@@ -213,16 +279,18 @@ class _Plan:
         exported: dict[str, str] = records[f"{first}.emit"].facts["versions"]
         return exported | installed(self._profile.backend)
 
+    @property
+    def _checkpoint_record(self) -> CheckpointRecord:
+        checkpoint = self._checkpoint
+        return CheckpointRecord(root=str(checkpoint.root), layout=checkpoint.layout, fingerprint=checkpoint.fingerprint)
+
     def _about(self) -> dict[str, Any]:
         """The part of the manifest that no step has to find out."""
         checkpoint = self._checkpoint
         return {
-            "profile": self._profile.model_dump(mode="json"),
-            "checkpoint": {
-                "root": str(checkpoint.root),
-                "layout": checkpoint.layout,
-                "fingerprint": checkpoint.fingerprint,
-            },
+            "profile": self._written.model_dump(mode="json"),
+            "checkpoint": self._checkpoint_record.model_dump(),
+            "student": checkpoint.student and checkpoint.student.model_dump(mode="json"),
             "dimensions": checkpoint.dimensions.model_dump(mode="json"),
             "weight_files": self._weights.files_json,
         }

@@ -17,7 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from engines import machine
 from engines.quality import Tier, further_engines
-from plugins.block_attention import BlockAttention, skips
+from plugins.block_attention import ATTENTIONS, BlockAttention, ChosenAttention, skips
+from plugins.distilled import Distilled
 
 PROFILES = Path(__file__).parent / "profiles"
 """Directory of the profiles that are shipped."""
@@ -48,6 +49,9 @@ _RULES = {
 
 Partition = Literal["fl2va", "ref2va"]
 PARTITIONS: tuple[Partition, ...] = get_args(Partition)
+
+STUDENT_PARTITIONS: tuple[Partition, ...] = ("fl2va",)
+"""That of text to video and audio, which all students were distilled for."""
 
 Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx", "inductor"]
 
@@ -166,10 +170,16 @@ class Skipping(_Table):
     skip_below: Annotated[float, Field(ge=0, le=1)] = 0.97
 
 
+def _chosen(value: object) -> object:
+    if value not in ATTENTIONS:
+        raise ValueError(f"must be {', '.join(map(repr, ATTENTIONS[:-1]))} or {ATTENTIONS[-1]!r}")
+    return value
+
+
 class Attention(Skipping):
     """Attention of the transformer's blocks and of the refiner's, in requests that choose no tier."""
 
-    blocks: BlockAttention
+    blocks: Annotated[BlockAttention, BeforeValidator(_chosen)]
     refiner: Literal["dense"]
 
 
@@ -236,7 +246,7 @@ class Profile(_Table):
     partitions: Annotated[tuple[Partition, ...], Field(min_length=1, strict=False)]
     precision: Precision
     attention: Attention
-    quality: dict[BlockAttention, Skipping] = {}
+    quality: dict[ChosenAttention, Skipping] = {}
     ranks: Ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
     residency: Residency | None = None
     row_chunk: Annotated[int, Field(ge=0)] = 0
@@ -293,10 +303,25 @@ class Profile(_Table):
         """Whether engines are for a GPU; inductor compiles for a CPU where no device is named."""
         return self.backend.startswith("tensorrt") or (self.device is not None and self.backend == "inductor")
 
+    def serving(self, student: Distilled | None) -> Profile:
+        """The profile as it is for a model: what its engines are built and its requests served by.
+
+        A student has one transformer. One that has learned to attend to a part of the video attends so, in all tiers,
+        of which it has one.
+        """
+        if student is None:
+            return self
+        changes: dict[str, Any] = {"partitions": STUDENT_PARTITIONS}
+        if student.video_sparse is not None:
+            unskipped = Skipping().model_dump()
+            changes["attention"] = self.attention.model_copy(update={**unskipped, "blocks": "vsa"})
+            changes["quality"] = {}
+        return self.model_copy(update=changes)
+
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers of quality that requests may choose; the first is that of requests that choose none."""
-        kinds: dict[BlockAttention, Skipping] = {self.attention.blocks: self.attention, **self.quality}
+        kinds: list[tuple[BlockAttention, Skipping]] = [(self.attention.blocks, self.attention), *self.quality.items()]
         return tuple(
             Tier(
                 linears=self.precision.denoiser,
@@ -304,7 +329,7 @@ class Profile(_Table):
                 skip_threshold=skipping.skip_threshold,
                 skip_below=skipping.skip_below,
             )
-            for kind, skipping in kinds.items()
+            for kind, skipping in kinds
         )
 
     @property

@@ -20,6 +20,7 @@ from export.graphs.graph import Graph
 from export.trace import BoundModule, instance_sizes
 from h3trt.reference import Reference, ReferenceMedia, ReferencePipeline
 from h3trt.verify_requests import requests
+from plugins.schedule import Schedule
 from runtime.decode import decode_video
 from runtime.denoiser import State
 from runtime.events import Cancellation, Reporter, Units, ignore
@@ -27,7 +28,6 @@ from runtime.intake import Taken
 from runtime.packing import Layout, patchify_video
 from runtime.pipeline import Encoded, Pipeline
 from runtime.request import Resolved
-from runtime.schedule import Schedule
 
 LATENT_LIMIT = 1e-4
 """Largest |difference| of final latents, whose scale is about 1: float32 sums in another order, through all blocks."""

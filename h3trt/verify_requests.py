@@ -32,7 +32,7 @@ SOUND_RATE = 32_000
 
 def requests(pipeline: Pipeline, forwards: int, seed: int) -> Iterator[Taken]:
     """A request of each task that the store has the weights for."""
-    for task in tasks_of(pipeline.manifest.bindings):
+    for task in tasks_of(pipeline.manifest.partitions):
         shape = {"duration": SECONDS, "width": SIDE, "height": SIDE}
         params = {"task": task, **shape, "num_inference_steps": forwards, "seed": seed, **PARTICULAR[task]}
         yield pipeline.take(PROMPT, params, files(task))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-BlockAttention = Literal["dense", "sage", "skip", "sage+skip"]
-"""All in the blocks' dtype; in 8-bit floats; without negligible tiles; both."""
+ChosenAttention = Literal["dense", "sage", "skip", "sage+skip"]
+"""What a profile may choose. All in the blocks' dtype; in 8-bit floats; without negligible tiles; both."""
 
-ATTENTIONS: tuple[BlockAttention, ...] = get_args(BlockAttention)
+BlockAttention = Literal[ChosenAttention, "vsa"]
+"""Or "vsa", to a few tiles of the video, which a student has learned: its store attends so, whatever the profile says.
+"""
+
+ATTENTIONS: tuple[ChosenAttention, ...] = get_args(ChosenAttention)
 
 SKIPPING: dict[BlockAttention, BlockAttention] = {"dense": "skip", "sage": "sage+skip"}
 """What an attention is when it leaves out tiles; with a threshold of 0 it leaves out none, and is the first again."""

@@ -206,7 +206,7 @@ class MemoryModel:
                 _outputs_of(graphs["video_encoder_tile"], inputs=3), _outputs_of(graphs["audio_encoder"], inputs=1)
             ),
             axes={axis: _most(graphs[graph], axis) for axis, graph in _AXES.items()},
-            scores={} if manifest.profile.on_gpu else _scores(manifest.profile),
+            scores={} if manifest.profile.on_gpu else _scores(manifest.serving),
         )
 
     def estimate(self, load: Load) -> Estimate:

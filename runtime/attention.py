@@ -15,7 +15,7 @@ from runtime.quality import Attending
 
 def variants(manifest: Manifest) -> tuple[str, ...]:
     """The graphs of a store that attend in further tiers."""
-    base, further = manifest.profile.attention.blocks, manifest.profile.further_attention
+    base, further = manifest.attention, manifest.further_attention
     found = (graph_name(graph, kind, base) for graph in ATTENDING for kind in further)
     return tuple(graph for graph in found if graph in manifest.graphs)
 
@@ -24,10 +24,10 @@ class BlocksAttention:
     """How the blocks attend now, and how many tiles they have left out so far."""
 
     def __init__(self, engines: EngineSet) -> None:
-        """Attends as the profile does where no tier is chosen, and leaves out nothing."""
-        profile = engines.manifest.profile
-        self._base = self._engine = profile.attention.blocks
-        self._built: tuple[BlockAttention, ...] = (self._base, *profile.further_attention)
+        """Attends as the store does where no tier is chosen, and leaves out nothing."""
+        manifest = engines.manifest
+        self._base = self._engine = manifest.attention
+        self._built: tuple[BlockAttention, ...] = (self._base, *manifest.further_attention)
         self._threshold = torch.zeros(1, device=engines.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=engines.device)
 

@@ -47,7 +47,7 @@ class Intake:
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, policy: MediaPolicy | None = None) -> None:
         self._dimensions = manifest.dimensions
-        self._limits = Limits(tasks=tasks_of(manifest.bindings), tiers=manifest.profile.tiers)
+        self._limits = Limits(tasks=tasks_of(manifest.partitions), tiers=manifest.tiers)
         self.manifest = manifest
         """What the store was built from and for."""
         self._memory = MemoryModel.of(manifest)

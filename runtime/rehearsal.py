@@ -45,7 +45,7 @@ def rehearsals(manifest: Manifest, stages: Collection[PipelineStage] = STAGES) -
     A profile with ranges of rows has one for the largest clip of each, and one of encoding a long prompt; further tiers
     of quality have one of denoising each. Without text to video there is none.
     """
-    if "t2va" not in tasks_of(manifest.bindings):
+    if "t2va" not in tasks_of(manifest.partitions):
         return
     for rehearsal in _of_all_stages(manifest):
         if own := tuple(stage for stage in rehearsal.stages if stage in stages):
@@ -59,7 +59,7 @@ def _of_all_stages(manifest: Manifest) -> Iterator[Rehearsal]:
         yield _rehearsal(SHORT_PROMPT, size)
     if len(manifest.profile.shapes.get("text_rows", ())) > 1:
         yield _rehearsal(LONG_PROMPT, sizes[-1], "encode")
-    for tier in manifest.profile.tiers[1:]:
+    for tier in manifest.tiers[1:]:
         yield _rehearsal(SHORT_PROMPT, {**sizes[-1], "quality": tier.name}, "denoise")
     yield _rehearsal(LAST_PROMPT, sizes[-1])
 

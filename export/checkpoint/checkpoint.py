@@ -17,6 +17,7 @@ from export.checkpoint.safetensors_file import Header
 from export.checkpoint.sizes import read_dimensions
 from export.checkpoint.tree import COMPONENTS, Component, LayoutName, Place, Tree, find_tree
 from plugins.dimensions import Dimensions
+from plugins.distilled import Distilled
 
 
 class Checkpoint:
@@ -30,6 +31,7 @@ class Checkpoint:
     layout: LayoutName
     partitions: tuple[str, ...]
     dimensions: Dimensions
+    student: Distilled | None = None
 
     def __init__(self, tree: Tree, catalogues: Mapping[tuple[Component, str], Catalogue]) -> None:
         self._tree = tree
