@@ -46,6 +46,7 @@ from export.checkpoint import Checkpoint
 from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
 from export.graphs.model import check_consumption
+from plugins.distilled import Distilled
 
 PRODUCTS = ("engines", "portable", "tokenizer", TABLES, "weights")
 """Directories of a store that hold nothing but what steps have made."""
@@ -112,7 +113,7 @@ def build(
 class _Plan:
     """The steps of one build. A graph is built once, for the first partition; the others only bind their weights.
 
-    A student's tables are made here, by engines that are not in the manifest.
+    The engines that make a student's tables are built like the others, and left out of the manifest.
     """
 
     def __init__(
@@ -133,12 +134,13 @@ class _Plan:
             return TensorRTSteps(graph, bind(graph), root, profile, plan, reproduce, work)
 
         weights = root / WEIGHTS
-        self._folded = MODULATION if checkpoint.student else ()
         everything = {
             p: [steps(graph) for graph in profile_graphs(checkpoint, profile, p, weights)] for p in profile.partitions
         }
-        self._graphs = {p: [g for g in graphs if g.graph.name not in self._folded] for p, graphs in everything.items()}
-        self._folding = {g.graph.name: g for g in everything[self._first] if g.graph.name in self._folded}
+        self._modulation = {g.graph.name: g for g in everything[self._first] if g.graph.name in MODULATION}
+        spared = self._modulation if checkpoint.student else {}
+        self._graphs = {p: [g for g in graphs if g.graph.name not in spared] for p, graphs in everything.items()}
+        self._spared = tuple(spared.values())
         sidecars = [s for p in profile.partitions for s in profile_sidecars(checkpoint, profile, p, weights)]
         self._quantised = [QuantiseStep(sidecar, root, work) for sidecar in sidecars]
         self._weights = WeightTable(
@@ -157,30 +159,27 @@ class _Plan:
         ]
         for graph in self._graphs[self._first]:
             steps += graph.steps(checkpoint, exporter, self._weights)
-        steps += self._fold(checkpoint, exporter)
+        spared = WeightTable((graph.binding for graph in self._spared), {})
+        for graph in self._spared:
+            steps += graph.steps(checkpoint, exporter, spared)
+        made = [step.name for step in steps if step.name.startswith("modulation.")]
+        steps += [table.step(["tokenizer", *made]) for table in self._tables]
         if self._profile.weights == "baked":
             steps += [s for p, graphs in self._graphs.items() for g in graphs for s in g.bake_steps(p, self._weights)]
         return [*steps, self._manifest(tuple(step.name for step in steps))]
 
-    def _fold(self, checkpoint: Mapping[str, Any], exporter: Mapping[str, Any]) -> Iterator[Step]:
-        """The student's tables, and before them the engines that make them."""
-        if self._table is None:
-            return
-        weights = WeightTable((graph.binding for graph in self._folding.values()), {})
-        made = [step for graph in self._folding.values() for step in graph.steps(checkpoint, exporter, weights)]
-        yield from made
-        yield self._table.step(["tokenizer", *(step.name for step in made)])
-
     @cached_property
-    def _table(self) -> TableStep | None:
+    def _tables(self) -> tuple[TableStep, ...]:
+        """The tables of every schedule that the build knows."""
         student = self._checkpoint.student
-        if student is None:
-            return None
+        return () if student is None else (self._table(student, self._first, TableWeights.of(self._modulation)),)
+
+    def _table(self, distilled: Distilled, partition: Partition, weights: TableWeights) -> TableStep:
         return TableStep(
-            student,
-            self._first,
-            self._folding,
-            TableWeights.of(self._folding),
+            distilled,
+            partition,
+            self._modulation,
+            weights,
             self._checkpoint.dimensions.denoiser,
             self._profile,
             self._root,
@@ -191,12 +190,13 @@ class _Plan:
     def _assemble(
         self,
         records: Mapping[str, Record],
+        partition: Partition,
         instances: Mapping[str, int],
         files: Sequence[WeightFile],
         bindings: Mapping[str, Sequence[Mapping[str, Region]]],
     ) -> Manifest:
         """What the engines that make tables run under."""
-        engines = {name: self._folding[name].engine_record(records) for name in instances}
+        engines = {name: self._modulation[name].engine_record(records) for name in instances}
         return Manifest(
             schema_version=SCHEMA_VERSION,
             profile=self._profile,
@@ -206,7 +206,7 @@ class _Plan:
             tokenizer=records["tokenizer"].files[0],
             graphs={name: engine.model_copy(update={"instances": instances[name]}) for name, engine in engines.items()},
             weight_files=tuple(files),
-            bindings={self._first: {name: tuple(map(dict, bound)) for name, bound in bindings.items()}},
+            bindings={partition: {name: tuple(map(dict, bound)) for name, bound in bindings.items()}},
         )
 
     def _bind(self, partition: Partition, exporter: Mapping[str, Any]) -> Step:
@@ -262,16 +262,11 @@ class _Plan:
                         for graph in self._graphs[self._first]
                     },
                     "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
-                    "tables": self._tables(records),
+                    "tables": {t.distilled.name: t.record(records).model_dump() for t in self._tables},
                 }
             )
         )
         return Product({}, {MANIFEST: manifest.model_dump_json(indent=1).encode()})
-
-    def _tables(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        if self._table is None:
-            return {}
-        return {self._table.distilled.name: self._table.record(records).model_dump()}
 
     def _versions(self, records: Mapping[str, Record]) -> dict[str, str]:
         """Of the libraries that the graphs were exported with, maybe on another machine, and of this one's backend."""

@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from engines import machine
 from engines.backend import BackendMissing, backend_version
-from engines.profile import PROFILES, Component, Partition, Profile, ProfileError, component_of
+from engines.profile import PROFILES, Partition, Profile, ProfileError
 from engines.quality import Tier
 from plugins.block_attention import BlockAttention
 from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions, Dimensions
@@ -308,14 +308,14 @@ class Manifest(_Record):
         """The transformers that are served."""
         return self.serving.partitions
 
-    def bound_bytes(self, component: Component) -> int:
-        """Bytes of the checkpoint's weights that a component's graphs are bound to, of all partitions together."""
+    def bound_bytes(self, graphs: Collection[str]) -> int:
+        """Bytes of weights that some graphs are bound to, those of all partitions together, each region once."""
         dtypes = {(graph, weight.name): weight.dtype for graph, e in self.graphs.items() for weight in e.weights}
         found = {
             region: region.nbytes(dtypes[graph, name])
             for partition in self.partitions
             for graph, instances in self.bindings[partition].items()
-            if component_of(graph) == component
+            if graph in graphs
             for regions in instances
             for name, region in regions.items()
         }

@@ -68,16 +68,19 @@ class Assemble(Protocol):
     def __call__(
         self,
         records: Records,
+        partition: Partition,
         instances: Mapping[str, int],
         files: Sequence[WeightFile],
         bindings: Mapping[str, Sequence[Mapping[str, Region]]],
     ) -> Manifest:
-        """`instances`: how many each graph has, by name; `bindings` of the table's partition, by graph."""
+        """`instances`: how many each graph has, by name; `bindings` by graph, of one `partition`."""
 
 
 @dataclass(frozen=True)
 class TableStep:
-    """The step for one pinned schedule. `graphs`: those of `running.MODULATION`, by name, of that partition."""
+    """The step for one pinned schedule: of a student, or of an adapter, whose weights are `weights` in the place of the
+    partition's. `graphs`: those of `running.MODULATION`, by name.
+    """
 
     distilled: Distilled
     partition: Partition
@@ -155,7 +158,8 @@ class TableStep:
         regions = [
             {n: Region(paths.index(s.file), s.offset, tuple(s.shape)) for n, s in each.items()} for each in stored
         ]
-        manifest = self.assemble(records, {graph: len(stored)}, [weight_file(p) for p in paths], {graph: regions})
+        files = [weight_file(path) for path in paths]
+        manifest = self.assemble(records, self.partition, {graph: len(stored)}, files, {graph: regions})
         store = EngineStore(self.store, manifest.model_copy(update={"profile": _alone(manifest.profile)}))
         yield EngineSet(store, [graph], [self.partition])
         file.unlink(missing_ok=True)

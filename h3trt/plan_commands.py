@@ -12,6 +12,7 @@ from h3trt import console, paths
 if TYPE_CHECKING:
     from engines.plan import Plan
     from engines.profile import Profile
+    from export.checkpoint.outline import Outline
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +29,9 @@ def plan(
     aspect_ratio: Annotated[
         str, typer.Option("--aspect-ratio", "--aspect", help="21:9, 16:9, 4:3, 1:1, 3:4 or 9:16.")
     ] = "16:9",
-    forwards: Annotated[int, typer.Option(min=1, max=200, help="Evaluations of the denoiser.")] = 49,
+    forwards: Annotated[
+        int | None, typer.Option(min=1, max=200, help="Evaluations of the denoiser; by default 49, or a student's own.")
+    ] = None,
     text_rows: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
     images: Annotated[int, typer.Option(min=0, help="Reference images.")] = 0,
     videos: Annotated[int, typer.Option(min=0, help="Reference videos, with sound.")] = 0,
@@ -51,20 +54,21 @@ def plan(
     if json not in (None, "-"):
         paths.check_writable(Path(json))
     outline = Outline.read(checkpoint) if checkpoint else released_outline()
-    workload = Workload(
-        seconds=seconds,
-        aspect_ratio=aspect_ratio,
-        forwards=forwards,
-        text_rows=text_rows,
-        images=images,
-        videos=videos,
-        sounds=sounds,
-    )
+    asked = {
+        "seconds": seconds,
+        "aspect_ratio": aspect_ratio,
+        "forwards": forwards,
+        "text_rows": text_rows,
+        "images": images,
+        "videos": videos,
+        "sounds": sounds,
+    }
+    workload = Workload.model_validate({name: value for name, value in asked.items() if value is not None})
     loaded = Profile.load(profile)
     made = make_plan(loaded, outline, workload)
     if json is None:
         _show(made)
-        _show_tiers(loaded, forwards, outline.dimensions.video_shift)
+        _show_tiers(loaded.serving(outline.student), made.workload.forwards, outline)
     elif json == "-":
         console.line(made.to_json())
     else:
@@ -90,17 +94,24 @@ def _show(plan: Plan) -> None:
         console.line(
             f"row-local parts of a block, the feed-forward too: {chunks} chunks of at most {rows.chunk:,} rows"
         )
+    if plan.student:
+        console.line(
+            f"{plan.student} pins its schedule: {plan.folded / 1e9:.2f} GB of its transformer are read by the build "
+            f"alone, which makes {plan.tables / 1e9:.2f} GB of tables of them"
+        )
     if plan.seconds:
         console.line(f"at least {plan.seconds:.1f} s: what the device's rated figures allow, no measurement")
 
 
-def _show_tiers(profile: Profile, forwards: int, video_shift: float) -> None:
+def _show_tiers(profile: Profile, forwards: int, outline: Outline) -> None:
     """What a request may choose, where there is a choice."""
     from h3trt.profile_page import tier_rows
 
     if profile.quality:
         head = ("quality", "linears", f"attention in {forwards} forwards", "engine")
-        cells = [tuple(cell.replace("`", "") for cell in row[1:]) for row in tier_rows(profile, forwards, video_shift)]
+        positions = outline.student.schedule.positions if outline.student else None
+        tiers = tier_rows(profile, forwards, outline.dimensions.video_shift, positions)
+        cells = [tuple(cell.replace("`", "") for cell in row[1:]) for row in tiers]
         console.table("tiers of quality, which share all weights", head, cells)
 
 

@@ -210,12 +210,14 @@ class Pipeline:
         An output's states must be taken before the next output is asked for. Raises Cancelled.
         """
         denoiser = self._denoisers[PARTITION[resolved.task]]
-        schedule = Schedule.uniform(resolved.forwards, resolved.video_shift, resolved.audio_shift)
+        schedule = schedule_of(resolved)
         with self._stage("denoise"):
             sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags))
             for output in range(resolved.outputs):
                 conditions, start = self.start(resolved, encoded, output)
-                steps = denoiser.sample(sequence, schedule, resolved.quality, conditions, start, units)
+                steps = denoiser.sample(
+                    sequence, schedule, resolved.quality, conditions, start, units, resolved.adapter
+                )
                 yield itertools.chain((start,), steps)
 
     def _encode(self, taken: Taken, report: Reporter, cancellation: Cancellation) -> Encoded:
@@ -307,6 +309,11 @@ class Pipeline:
 
         with self._engines.stage(("audio_decoder",)):
             return decode_audio(audio, run, self._dimensions.audio_vae)
+
+
+def schedule_of(resolved: Resolved) -> Schedule:
+    """Both clocks of a request."""
+    return Schedule.of(resolved.forwards, resolved.video_shift, resolved.audio_shift, resolved.positions)
 
 
 def media_options(media: Media) -> MediaOptions:

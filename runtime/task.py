@@ -37,9 +37,15 @@ def choose_task(spelling: str, named: str | None, kinds: Collection[Kind], serve
     """
     task = next((task for task in TASKS if task == named), None) or _inferred(kinds, served)
     if task not in served:
-        rule = f"needs the weights {PARTITION[task]}, which this server has not loaded; it serves {', '.join(served)}"
+        loaded = PARTITION[task] in {PARTITION[one] for one in served}
+        why = "is not what the served model was distilled for" if loaded else _not_loaded(task)
+        rule = f"{why}; this server serves {', '.join(served)}"
         raise RequestError(spelling, task, rule, tuple(served))
     return task
+
+
+def _not_loaded(task: Task) -> str:
+    return f"needs the weights {PARTITION[task]}, which are not loaded"
 
 
 def check_media(spelling: str, task: Task, kinds: Sequence[Kind]) -> None:
