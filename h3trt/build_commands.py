@@ -320,9 +320,9 @@ def _tell_folded(manifest: Manifest, student: Distilled) -> None:
         f"and {schedule.audio_shift:g}"
     )
     console.line(
-        f"transformer: {_size(loop + context + table.weights_bytes)}, of which {_size(loop)} in every forward, "
-        f"{_size(context)} once a request, and {_size(table.weights_bytes)} in the build alone, which made the tables "
-        f"of its schedule of them"
+        f"transformer: {amount(loop + context + table.weights_bytes)}, of which {amount(loop)} in every forward, "
+        f"{amount(context)} once a request, and {amount(table.weights_bytes)} in the build alone, which made the "
+        f"tables of its schedule of them"
     )
 
 

@@ -13,6 +13,7 @@ from engines.plan.stages import Placement
 from engines.plan.weights import Model
 from engines.profile import PARTITIONS, STUDENT_PARTITIONS, Profile
 from export.checkpoint.outline import Outline
+from export.checkpoint.sizes import student_dimensions
 from export.checkpoint.tree import COMPONENTS
 from export.miniature.sizes import PICTURES, RELEASED_IDS, released
 from plugins.distilled import Distilled
@@ -31,8 +32,7 @@ def released_outline(student: Distilled | None = None) -> Outline:
     outline = Outline.of(dict(zip(COMPONENTS, configs, strict=True)), PICTURES, partitions=PARTITIONS)
     if student is None:
         return outline
-    shifts = {"video_shift": student.schedule.video_shift, "audio_shift": student.schedule.audio_shift}
-    dimensions = outline.dimensions.model_copy(update=shifts)
+    dimensions = student_dimensions(outline.dimensions, student)
     return replace(outline, partitions=STUDENT_PARTITIONS, dimensions=dimensions, student=student)
 
 

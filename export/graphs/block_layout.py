@@ -64,5 +64,6 @@ DIFFUSERS = BlockLayout(
 
 def block_layout(checkpoint: Checkpoint, partition: str) -> BlockLayout:
     """The layout of a partition's blocks."""
-    layout = {"native": NATIVE, "diffusers": DIFFUSERS}[checkpoint.layout]
-    return replace(layout, qkv=checkpoint.qkv_layout("denoiser", partition))
+    qkv = checkpoint.qkv_layout("denoiser", partition)
+    # Only diffusers splits the projections; a student's transformer may have another layout than its base.
+    return DIFFUSERS if qkv == "split" else replace(NATIVE, qkv=qkv)
