@@ -46,7 +46,7 @@ from export.checkpoint import Checkpoint
 from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
 from export.graphs.model import check_consumption
-from plugins.distilled import Distilled
+from plugins.distilled import PinnedSchedule
 
 PRODUCTS = ("engines", "portable", "tokenizer", TABLES, "weights")
 """Directories of a store that hold nothing but what steps have made."""
@@ -137,8 +137,10 @@ class _Plan:
         everything = {
             p: [steps(graph) for graph in profile_graphs(checkpoint, profile, p, weights)] for p in profile.partitions
         }
-        self._modulation = {g.graph.name: g for g in everything[self._first] if g.graph.name in MODULATION}
-        spared = self._modulation if checkpoint.student else {}
+        self._modulation = {
+            p: {g.graph.name: g for g in graphs if g.graph.name in MODULATION} for p, graphs in everything.items()
+        }
+        spared = self._modulation[self._first] if checkpoint.student else {}
         self._graphs = {p: [g for g in graphs if g.graph.name not in spared] for p, graphs in everything.items()}
         self._spared = tuple(spared.values())
         sidecars = [s for p in profile.partitions for s in profile_sidecars(checkpoint, profile, p, weights)]
@@ -172,13 +174,18 @@ class _Plan:
     def _tables(self) -> tuple[TableStep, ...]:
         """The tables of every schedule that the build knows."""
         student = self._checkpoint.student
-        return () if student is None else (self._table(student, self._first, TableWeights.of(self._modulation)),)
+        if student is None:
+            return ()
+        return tuple(self._table(student.schedule, p, None, TableWeights.of(g)) for p, g in self._modulation.items())
 
-    def _table(self, distilled: Distilled, partition: Partition, weights: TableWeights) -> TableStep:
+    def _table(
+        self, schedule: PinnedSchedule, partition: Partition, adapter: str | None, weights: TableWeights
+    ) -> TableStep:
         return TableStep(
-            distilled,
+            schedule,
+            adapter,
             partition,
-            self._modulation,
+            self._modulation[self._first],
             weights,
             self._checkpoint.dimensions.denoiser,
             self._profile,
@@ -196,7 +203,7 @@ class _Plan:
         bindings: Mapping[str, Sequence[Mapping[str, Region]]],
     ) -> Manifest:
         """What the engines that make tables run under."""
-        engines = {name: self._modulation[name].engine_record(records) for name in instances}
+        engines = {name: self._modulation[self._first][name].engine_record(records) for name in instances}
         return Manifest(
             schema_version=SCHEMA_VERSION,
             profile=self._profile,
@@ -262,7 +269,7 @@ class _Plan:
                         for graph in self._graphs[self._first]
                     },
                     "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
-                    "tables": {t.distilled.name: t.record(records).model_dump() for t in self._tables},
+                    "tables": {table.key: table.record(records).model_dump() for table in self._tables},
                 }
             )
         )

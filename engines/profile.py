@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from engines import machine
 from engines.quality import Tier, further_engines
 from plugins.block_attention import ATTENTIONS, BlockAttention, ChosenAttention, skips
-from plugins.distilled import Distilled
+from plugins.distilled import ArtifactTask, Distilled
 
 PROFILES = Path(__file__).parent / "profiles"
 """Directory of the profiles that are shipped."""
@@ -50,8 +50,8 @@ _RULES = {
 Partition = Literal["fl2va", "ref2va"]
 PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
-STUDENT_PARTITIONS: tuple[Partition, ...] = ("fl2va",)
-"""That of text to video and audio, which all students were distilled for."""
+PARTITION_OF: Mapping[ArtifactTask, Partition] = {"t2va": "fl2va", "fl2va": "fl2va", "ref2va": "ref2va"}
+"""The set of transformer weights that serves a task."""
 
 Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx", "inductor"]
 
@@ -306,12 +306,13 @@ class Profile(_Table):
     def serving(self, student: Distilled | None) -> Profile:
         """The profile as it is for a model: what its engines are built and its requests served by.
 
-        A student has one transformer. One that has learned to attend to a part of the video attends so, in all tiers,
-        of which it has one.
+        A student has the transformers of its tasks. One that has learned to attend to a part of the video attends so,
+        and has that one tier.
         """
         if student is None:
             return self
-        changes: dict[str, Any] = {"partitions": STUDENT_PARTITIONS}
+        served = {PARTITION_OF[task] for task in student.tasks}
+        changes: dict[str, Any] = {"partitions": tuple(one for one in self.partitions if one in served)}
         if student.video_sparse is not None:
             unskipped = Skipping().model_dump()
             changes["attention"] = self.attention.model_copy(update={**unskipped, "blocks": "vsa"})

@@ -265,8 +265,8 @@ class Manifest(_Record):
     `bindings[partition][graph][instance]` maps each weight of the graph, by name, to its region.
 
     student: the checkpoint is one that has this schedule and no other. adapters: by name, what requests may choose
-    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the name of student or adapter; a
-    store of a student has no modulation graphs, and binds none of their weights.
+    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the same keys as `bindings`. A
+    store of a student has no modulation graphs, and binds none of their weights: it has a table for each partition.
     `profile` is as it was written; `attention`, `tiers` and `partitions` are what it is for the checkpoint.
     """
 
@@ -320,6 +320,11 @@ class Manifest(_Record):
             for name, region in regions.items()
         }
         return sum(found.values())
+
+
+def weights_key(partition: Partition, adapter: str | None = None) -> str:
+    """What a manifest calls weights of the transformer: those of a partition, or an adapter's for it."""
+    return partition if adapter is None else f"{partition}+{adapter}"
 
 
 class EngineStore:
@@ -483,11 +488,12 @@ class EngineStore:
     def _untabled(self) -> Iterator[str]:
         """Schedules that have no tables where they must, and tables that are not of a schedule."""
         manifest = self.manifest
-        schedules = {name: adapter.distilled.schedule for name, adapter in manifest.adapters.items()}
+        schedules = {weights_key(a.partition, name): a.distilled.schedule for name, a in manifest.adapters.items()}
         if manifest.student is not None:
-            schedules[manifest.student.name] = manifest.student.schedule
-            if manifest.student.name not in manifest.tables:
-                yield f"tables.{manifest.student.name}: is missing; the store's model pins its schedule"
+            schedules |= dict.fromkeys(manifest.partitions, manifest.student.schedule)
+            for partition in manifest.partitions:
+                if partition not in manifest.tables:
+                    yield f"tables.{partition}: is missing; {manifest.student.name} pins its schedule"
         for name, table in manifest.tables.items():
             if name not in schedules:
                 yield f"tables.{name}: is of no student or adapter of the store"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from engines.build_host import missing_to_run
-from engines.declaration import source_hash
+from engines.declaration import source_hash, structure
 from engines.graph_steps import GraphSteps, Records
 from engines.profile import Partition, Profile, Ranks
 from engines.sessions import modulation as running
@@ -24,13 +24,13 @@ from engines.sessions.dtypes import NAMES
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import ADALN, TIME, embeddings, projections
 from engines.steps import Deferred, Product, Step, Work
-from engines.store import EngineStore, Extent, Manifest, Region, TableRecord, WeightFile, weight_file
+from engines.store import EngineStore, Extent, Manifest, Region, TableRecord, WeightFile, weight_file, weights_key
 from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.materialise import materialise
 from export.checkpoint.safetensors_file import read_header, write_tensors
 from plugins import schedule as schedules
 from plugins.dimensions import DenoiserDimensions
-from plugins.distilled import Distilled
+from plugins.distilled import PinnedSchedule
 from plugins.schedule import Schedule
 
 TABLES = "tables"
@@ -55,6 +55,14 @@ class TableWeights:
         """Those that the graphs are bound to."""
         return TableWeights(graphs[TIME].binding.instances[0], tuple(graphs[ADALN].binding.instances))
 
+    def structures(self, files: Sequence[Path]) -> list[dict[str, Any]]:
+        """How each weight is made of tensors of those files, as JSON values."""
+
+        def place(stored: Stored) -> str:
+            return f"{files.index(stored.file)}:{stored.key}"
+
+        return [{n: structure(w, place) for n, w in sorted(each.items())} for each in (self.time, *self.adaln)]
+
     def leaves(self) -> Iterator[Stored]:
         """Every stored tensor that they are made of."""
         for instance in (self.time, *self.adaln):
@@ -78,11 +86,13 @@ class Assemble(Protocol):
 
 @dataclass(frozen=True)
 class TableStep:
-    """The step for one pinned schedule: of a student, or of an adapter, whose weights are `weights` in the place of the
-    partition's. `graphs`: those of `running.MODULATION`, by name.
+    """The step for one pinned schedule: of a student, or of the adapter of that name, which may have changed `weights`.
+
+    `graphs`: those of `running.MODULATION`, by name.
     """
 
-    distilled: Distilled
+    schedule: PinnedSchedule
+    adapter: str | None
     partition: Partition
     graphs: Mapping[str, GraphSteps]
     weights: TableWeights
@@ -93,17 +103,22 @@ class TableStep:
     assemble: Assemble
 
     @property
+    def key(self) -> str:
+        """What the manifest calls its tables."""
+        return weights_key(self.partition, self.adapter)
+
+    @property
     def name(self) -> str:
         """The step's."""
-        return f"table.{self.distilled.name}"
+        return f"table.{self.key}"
 
     def step(self, requires: Sequence[str]) -> Step:
         """Done again when the schedule, the weights or the engine changes; `requires`: what `assemble` reads of."""
-        leaves = list(self.weights.leaves())
+        files = sorted({leaf.file for leaf in self.weights.leaves()})
         depends_on = {
-            "schedule": self.distilled.schedule.model_dump(mode="json"),
-            "weights": [[leaf.file.name, leaf.key, leaf.offset] for leaf in leaves],
-            "files": [[weight_file(p).model_dump(), p.stat().st_mtime_ns] for p in sorted({x.file for x in leaves})],
+            "schedule": self.schedule.model_dump(mode="json"),
+            "weights": self.weights.structures(files),
+            "files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files],
             "source": source_hash([Path(__file__), *(Path(str(module.__file__)) for module in (running, schedules))]),
         }
         return Step(self.name, depends_on, self._do, tuple(requires))
@@ -117,7 +132,7 @@ class TableStep:
         if reason := missing_to_run(self.profile):
             raise Deferred(reason)
         digest = _Digest()
-        slots = Schedule.pinned(self.distilled.schedule).slots()
+        slots = Schedule.pinned(self.schedule).slots()
         directory = self.work.directory(self.name)
         tables = _Tables(self._layers(slots, digest, records, directory), len(slots), self.size)
         file = directory / "table.safetensors"
@@ -130,7 +145,7 @@ class TableStep:
             "timesteps": slots.tolist(),
             "engine": records[self.graphs[ADALN].last].key,
         }
-        return Product(facts, {f"{TABLES}/{self.distilled.name}.{{sha}}.safetensors": file})
+        return Product(facts, {f"{TABLES}/{self.key}.{{sha}}.safetensors": file})
 
     def _layers(
         self, slots: torch.Tensor, digest: _Digest, records: Records, directory: Path

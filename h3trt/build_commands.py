@@ -312,7 +312,7 @@ def _tell_folded(manifest: Manifest, student: Distilled) -> None:
     """The schedule of a store that has one, and the weights that it has been spared."""
     from engines.profile import component_of
 
-    schedule, table = student.schedule, manifest.tables[student.name]
+    schedule, folded = student.schedule, sum(manifest.tables[one].weights_bytes for one in manifest.partitions)
     loop = manifest.bound_bytes([graph for graph in manifest.graphs if component_of(graph) == "denoiser"])
     context = manifest.bound_bytes(["context"])
     console.line(
@@ -320,8 +320,8 @@ def _tell_folded(manifest: Manifest, student: Distilled) -> None:
         f"and {schedule.audio_shift:g}"
     )
     console.line(
-        f"transformer: {amount(loop + context + table.weights_bytes)}, of which {amount(loop)} in every forward, "
-        f"{amount(context)} once a request, and {amount(table.weights_bytes)} in the build alone, which made the "
+        f"transformer: {amount(loop + context + folded)}, of which {amount(loop)} in every forward, "
+        f"{amount(context)} once a request, and {amount(folded)} in the build alone, which made the "
         f"tables of its schedule of them"
     )
 

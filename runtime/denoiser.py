@@ -10,7 +10,7 @@ import torch
 from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import ADALN, MODULATION, embeddings, projections
-from engines.store import Partition
+from engines.store import Partition, weights_key
 from plugins.schedule import Schedule
 from runtime.attention import BlocksAttention
 from runtime.block import Blocks, open_blocks
@@ -64,18 +64,12 @@ class Denoiser:
     def __init__(
         self, engines: EngineSet, partition: Partition, cache: ModulationCache, stored: Mapping[str, StoredTables]
     ) -> None:
-        """stored: the tables that the store has, by the name of the student or adapter whose schedule they are of."""
+        """stored: the tables that the store has, by its keys."""
         self._engines = engines
         self._partition = partition
         self._cache = cache
         self._stored = stored
         self._dimensions = engines.manifest.dimensions.denoiser
-
-    @property
-    def _student(self) -> str:
-        """What the store's model is called, if it is a student."""
-        student = self._engines.manifest.student
-        return "" if student is None else student.name
 
     def sequence(self, text: torch.Tensor, layout: Layout) -> Sequence:
         """Everything independent of state and timestep, from conditioning [L, text_dim]: computed once a request.
@@ -123,7 +117,7 @@ class Denoiser:
         attention = BlocksAttention(self._engines)
         blocks = open_blocks(self._engines, self._partition, rows, attention)
         slots = schedule.slots()
-        stored = self._stored.get(adapter or self._student)
+        stored = self._stored.get(weights_key(self._partition, adapter))
         if stored is None:
             self._fill_cache(slots, units)
         for step, timesteps in enumerate(slots):

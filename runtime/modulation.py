@@ -90,7 +90,7 @@ class StoredTables:
 
 
 def stored_tables(store: Path, manifest: Manifest) -> Mapping[str, StoredTables]:
-    """All tables of a verified store, by the name of the student or adapter that they are of."""
+    """All tables of a verified store, by its keys."""
     return {name: StoredTables(store, name, record) for name, record in manifest.tables.items()}
 
 

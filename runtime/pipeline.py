@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engines.profile import PARTITION_OF
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import MODULATION
 from engines.store import EngineStore, Manifest
@@ -39,7 +40,6 @@ from runtime.refusal import RequestError
 from runtime.request import Media, Resolved
 from runtime.rng import Noise, augmented, draw_noise
 from runtime.tail import encode_behind
-from runtime.task import PARTITION
 from runtime.text import Tokenizer
 from runtime.transfer import to_host
 from runtime.vision import VISION
@@ -209,7 +209,7 @@ class Pipeline:
 
         An output's states must be taken before the next output is asked for. Raises Cancelled.
         """
-        denoiser = self._denoisers[PARTITION[resolved.task]]
+        denoiser = self._denoisers[PARTITION_OF[resolved.task]]
         schedule = schedule_of(resolved)
         with self._stage("denoise"):
             sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags))

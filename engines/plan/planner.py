@@ -11,7 +11,7 @@ from engines.plan.rules import check
 from engines.plan.run import Weighing
 from engines.plan.stages import Placement
 from engines.plan.weights import Model
-from engines.profile import PARTITIONS, STUDENT_PARTITIONS, Profile
+from engines.profile import PARTITIONS, Profile
 from export.checkpoint.outline import Outline
 from export.checkpoint.sizes import student_dimensions
 from export.checkpoint.tree import COMPONENTS
@@ -33,7 +33,7 @@ def released_outline(student: Distilled | None = None) -> Outline:
     if student is None:
         return outline
     dimensions = student_dimensions(outline.dimensions, student)
-    return replace(outline, partitions=STUDENT_PARTITIONS, dimensions=dimensions, student=student)
+    return replace(outline, dimensions=dimensions, student=student)
 
 
 def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:
