@@ -14,6 +14,7 @@ from export.checkpoint.safetensors_file import Declared
 from export.checkpoint.sizes import read_dimensions
 from export.checkpoint.tree import COMPONENTS, Component, LayoutName, recognise
 from plugins.dimensions import Dimensions
+from plugins.distilled import Distilled
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Outline:
     partitions: tuple[str, ...]
     dimensions: Dimensions
     configs: Mapping[Component, Config]
+    student: Distilled | None = None
 
     @staticmethod
     def read(path: Path | str) -> Outline:

@@ -90,9 +90,9 @@ def small_denoiser(seed: int, dtype: torch.dtype, gated: bool = False) -> MiniMa
     """
     torch.manual_seed(seed)
     model = MiniMaxH3Transformer3DModel(**CONFIG).eval().requires_grad_(False)
-    for block in model.transformer_blocks if gated else ():
-        gate = torch.nn.Linear(model.config.hidden_size, block.attn.inner_dim, bias=False)
-        block.attn.to_gate_compress = gate.requires_grad_(False)
+    for layer in model.transformer_blocks if gated else ():
+        gate = torch.nn.Linear(model.config.hidden_size, layer.attn.inner_dim, bias=False)
+        layer.attn.to_gate_compress = gate.requires_grad_(False)
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name and name.endswith("weight") and parameter.ndim == 1
         parameter.copy_((1 if is_norm else 0) + torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.08))
