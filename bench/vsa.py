@@ -165,5 +165,5 @@ def _flex_means(laid: torch.Tensor, case: Case) -> torch.Tensor:
 
 def _listed(attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How many tiles each tile attends to, and which, as BlockMask takes them: int32 [1, H, T] and [1, H, T, T]."""
-    order = attended.to(torch.int8).argsort(-1, descending=True, stable=True)
+    order = attended.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return attended.sum(-1, dtype=torch.int32), order.to(torch.int32)

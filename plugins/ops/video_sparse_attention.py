@@ -61,7 +61,7 @@ def chosen(tile_scores: torch.Tensor, tile_counts: torch.Tensor) -> torch.Tensor
     """Which tiles of keys each tile of queries attends to: bool [B, H, T, T], from its scores and the counts [2]."""
     prefix, kept = tile_counts
     in_prefix = torch.arange(tile_scores.shape[-1], device=tile_scores.device) < prefix
-    order = torch.where(in_prefix, FIRST, tile_scores).argsort(-1, descending=True, stable=True)
+    order = torch.where(in_prefix, FIRST, tile_scores).argsort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return (torch.empty_like(order).scatter(-1, order, ranks) < prefix + kept) | in_prefix.unsqueeze(-1)
 
