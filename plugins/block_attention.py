@@ -37,3 +37,18 @@ def skips(attention: BlockAttention) -> bool:
 def quantises(attention: BlockAttention) -> bool:
     """Whether attention is computed in 8-bit floats."""
     return attention.startswith("sage")
+
+
+VIDEO_SPARSE: BlockAttention = "vsa"
+
+TILE_ROWS = "tile_rows"
+"""An input, of blocks that attend to video tiles: the rows of each tile, then -1; int64 [tiles, 64]."""
+
+ROW_TILES = "row_tiles"
+"""Another: the tile of each row; int64 [rows]."""
+
+TILE_COUNTS = "tile_counts"
+"""Another: tiles of the prefix, and video tiles that a video tile attends to; int64 [2]."""
+
+GATE = "gate"
+"""What such blocks project rows to beside queries, keys and values: how far a summary of all tiles is added."""

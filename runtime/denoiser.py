@@ -19,6 +19,7 @@ from runtime.modulation import Modulation, ModulationCache, StoredTables
 from runtime.packing import Layout, rotary_tables
 from runtime.quality import Quality
 from runtime.sampler import euler_step
+from runtime.video_tiles import VideoTiles, video_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class Sequence:
 
     text_rows [L, hidden]; row_order, timestep_index and modulation_index [S] int64, as in the layout; rotary cos and
     sin [S, 48] float32; target_video and target_audio: the generated rows of the packed sequence; condition_rows: of
-    video and audio, those that come first in the layout's streams.
+    video and audio, those that come first in the layout's streams; tiles: those that a student attends to, if it does.
     """
 
     text_rows: torch.Tensor
@@ -39,6 +40,7 @@ class Sequence:
     target_video: slice
     target_audio: slice
     condition_rows: tuple[int, int]
+    tiles: VideoTiles | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +93,14 @@ class Denoiser:
             layout.target_video,
             layout.target_audio,
             (layout.condition_video, layout.condition_audio),
+            self._tiles(layout),
         )
+
+    def _tiles(self, layout: Layout) -> VideoTiles | None:
+        student = self._engines.manifest.student
+        if student is None or student.video_sparse is None:
+            return None
+        return video_tiles(layout, student.video_sparse.sparsity).to(self._engines.device)
 
     def sample(
         self,
@@ -114,7 +123,7 @@ class Denoiser:
             raise ValueError(f"conditions: {conditions.rows} rows, the layout has {sequence.condition_rows}")
         conditions, state = (rows.to(self._engines.device) for rows in (conditions, state))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
-        attention = BlocksAttention(self._engines)
+        attention = BlocksAttention(self._engines, sequence.tiles)
         blocks = open_blocks(self._engines, self._partition, rows, attention)
         slots = schedule.slots()
         stored = self._stored.get(weights_key(self._partition, adapter))
