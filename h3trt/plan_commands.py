@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,26 @@ if TYPE_CHECKING:
     from engines.plan import Plan
     from engines.profile import Profile
     from export.checkpoint.outline import Outline
+    from plugins.distilled import Distilled
+
+
+class Student(StrEnum):
+    """The released few-step models that are fused into a checkpoint, or are one."""
+
+    FASTH3_V1 = "fasth3-v1"
+    FASTH3_V1_VSA = "fasth3-v1-vsa"
+    FASTH3_V2 = "fasth3-v2"
+
+    @property
+    def distilled(self) -> Distilled:
+        """What requests to it are bound to."""
+        from export.artifacts import fasth3, fasth3_v2
+        from plugins.distilled import VideoSparse
+
+        if self is Student.FASTH3_V2:
+            return fasth3_v2.DISTILLED
+        sparse = VideoSparse(sparsity=fasth3.SPARSITY) if self is Student.FASTH3_V1_VSA else None
+        return fasth3.distilled(self.value, sparse)
 
 
 def register(app: typer.Typer) -> None:
@@ -24,6 +45,9 @@ def plan(
     profile: Annotated[str, typer.Option(help="Hardware profile: the name of a shipped one, or a .toml file.")],
     checkpoint: Annotated[
         Path | None, typer.Option(help="A checkpoint, of which only config files are read; by default the release.")
+    ] = None,
+    student: Annotated[
+        Student | None, typer.Option(help="A few-step model in the release's place; the --checkpoint of one says so.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Duration, 4 to 15 s.")] = 10,
     aspect_ratio: Annotated[
@@ -53,7 +77,10 @@ def plan(
         raise CommandError(f"aspect_ratio: got {aspect_ratio!r}; must be one of {', '.join(ASPECT_RATIOS)}")
     if json not in (None, "-"):
         paths.check_writable(Path(json))
-    outline = Outline.read(checkpoint) if checkpoint else released_outline()
+    if checkpoint and student:
+        raise CommandError("--student and --checkpoint: give one; a student's own checkpoint says which it is")
+    distilled = student.distilled if student else None
+    outline = Outline.read(checkpoint) if checkpoint else released_outline(distilled)
     asked = {
         "seconds": seconds,
         "aspect_ratio": aspect_ratio,
