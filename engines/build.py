@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.plan import Workload, make_plan
 from engines.profile import Partition, Profile
 from engines.quantise_step import QuantiseStep
+from engines.sessions.modulation import MODULATION
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
 from engines.store import (
     LOCK,
@@ -30,10 +31,14 @@ from engines.store import (
     SCHEMA_VERSION,
     WEIGHTS,
     Begun,
+    CheckpointRecord,
     EngineStore,
     Manifest,
+    Region,
+    WeightFile,
     rebuild_command,
 )
+from engines.table_step import TABLES, TableStep, TableWeights
 from engines.tensorrt_steps import TensorRTSteps
 from engines.weight_table import WeightTable
 from export.binding import bind
@@ -41,8 +46,9 @@ from export.checkpoint import Checkpoint
 from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
 from export.graphs.model import check_consumption
+from plugins.distilled import PinnedSchedule
 
-PRODUCTS = ("engines", "portable", "tokenizer", "weights")
+PRODUCTS = ("engines", "portable", "tokenizer", TABLES, "weights")
 """Directories of a store that hold nothing but what steps have made."""
 
 
@@ -105,13 +111,17 @@ def build(
 
 
 class _Plan:
-    """The steps of one build. A graph is built once, for the first partition; the others only bind their weights."""
+    """The steps of one build. A graph is built once, for the first partition; the others only bind their weights.
+
+    The engines that make a student's tables are built like the others, and left out of the manifest.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, profile: Profile, root: Path, reproduce: Callable[[str], str], work: Work
     ) -> None:
+        self._checkpoint, self._written, self._root, self._work = checkpoint, profile, root, work
+        profile = profile.serving(checkpoint.student)
         _check_partitions(checkpoint, profile)
-        self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
         plan = make_plan(profile, Outline.read(checkpoint.root), Workload()) if profile.on_gpu else None
@@ -124,9 +134,15 @@ class _Plan:
             return TensorRTSteps(graph, bind(graph), root, profile, plan, reproduce, work)
 
         weights = root / WEIGHTS
-        self._graphs = {
+        everything = {
             p: [steps(graph) for graph in profile_graphs(checkpoint, profile, p, weights)] for p in profile.partitions
         }
+        self._modulation = {
+            p: {g.graph.name: g for g in graphs if g.graph.name in MODULATION} for p, graphs in everything.items()
+        }
+        spared = self._modulation[self._first] if checkpoint.student else {}
+        self._graphs = {p: [g for g in graphs if g.graph.name not in spared] for p, graphs in everything.items()}
+        self._spared = tuple(spared.values())
         sidecars = [s for p in profile.partitions for s in profile_sidecars(checkpoint, profile, p, weights)]
         self._quantised = [QuantiseStep(sidecar, root, work) for sidecar in sidecars]
         self._weights = WeightTable(
@@ -145,9 +161,60 @@ class _Plan:
         ]
         for graph in self._graphs[self._first]:
             steps += graph.steps(checkpoint, exporter, self._weights)
+        spared = WeightTable((graph.binding for graph in self._spared), {})
+        for graph in self._spared:
+            steps += graph.steps(checkpoint, exporter, spared)
+        made = [step.name for step in steps if step.name.startswith("modulation.")]
+        steps += [table.step(["tokenizer", *made]) for table in self._tables]
         if self._profile.weights == "baked":
             steps += [s for p, graphs in self._graphs.items() for g in graphs for s in g.bake_steps(p, self._weights)]
         return [*steps, self._manifest(tuple(step.name for step in steps))]
+
+    @cached_property
+    def _tables(self) -> tuple[TableStep, ...]:
+        """The tables of every schedule that the build knows."""
+        student = self._checkpoint.student
+        if student is None:
+            return ()
+        return tuple(self._table(student.schedule, p, None, TableWeights.of(g)) for p, g in self._modulation.items())
+
+    def _table(
+        self, schedule: PinnedSchedule, partition: Partition, adapter: str | None, weights: TableWeights
+    ) -> TableStep:
+        return TableStep(
+            schedule,
+            adapter,
+            partition,
+            self._modulation[self._first],
+            weights,
+            self._checkpoint.dimensions.denoiser,
+            self._profile,
+            self._root,
+            self._work,
+            self._assemble,
+        )
+
+    def _assemble(
+        self,
+        records: Mapping[str, Record],
+        partition: Partition,
+        instances: Mapping[str, int],
+        files: Sequence[WeightFile],
+        bindings: Mapping[str, Sequence[Mapping[str, Region]]],
+    ) -> Manifest:
+        """What the engines that make tables run under."""
+        engines = {name: self._modulation[self._first][name].engine_record(records) for name in instances}
+        return Manifest(
+            schema_version=SCHEMA_VERSION,
+            profile=self._profile,
+            versions=installed(self._profile.backend),
+            checkpoint=self._checkpoint_record,
+            dimensions=self._checkpoint.dimensions,
+            tokenizer=records["tokenizer"].files[0],
+            graphs={name: engine.model_copy(update={"instances": instances[name]}) for name, engine in engines.items()},
+            weight_files=tuple(files),
+            bindings={partition: {name: tuple(map(dict, bound)) for name, bound in bindings.items()}},
+        )
 
     def _bind(self, partition: Partition, exporter: Mapping[str, Any]) -> Step:
         graphs = self._graphs[partition]
@@ -202,6 +269,7 @@ class _Plan:
                         for graph in self._graphs[self._first]
                     },
                     "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
+                    "tables": {table.key: table.record(records).model_dump() for table in self._tables},
                 }
             )
         )
@@ -213,16 +281,18 @@ class _Plan:
         exported: dict[str, str] = records[f"{first}.emit"].facts["versions"]
         return exported | installed(self._profile.backend)
 
+    @property
+    def _checkpoint_record(self) -> CheckpointRecord:
+        checkpoint = self._checkpoint
+        return CheckpointRecord(root=str(checkpoint.root), layout=checkpoint.layout, fingerprint=checkpoint.fingerprint)
+
     def _about(self) -> dict[str, Any]:
         """The part of the manifest that no step has to find out."""
         checkpoint = self._checkpoint
         return {
-            "profile": self._profile.model_dump(mode="json"),
-            "checkpoint": {
-                "root": str(checkpoint.root),
-                "layout": checkpoint.layout,
-                "fingerprint": checkpoint.fingerprint,
-            },
+            "profile": self._written.model_dump(mode="json"),
+            "checkpoint": self._checkpoint_record.model_dump(),
+            "student": checkpoint.student and checkpoint.student.model_dump(mode="json"),
             "dimensions": checkpoint.dimensions.model_dump(mode="json"),
             "weight_files": self._weights.files_json,
         }

@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
@@ -20,7 +20,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from engines import machine
 from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile, ProfileError
-from plugins.dimensions import Dimensions
+from engines.quality import Tier
+from plugins.block_attention import BlockAttention
+from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions, Dimensions
 from plugins.distilled import Distilled
 
 SCHEMA_VERSION = 4
@@ -194,16 +196,27 @@ class AdapterRecord(_Record):
     mode: Literal["low_rank", "merged"]
 
 
+class Extent(NamedTuple):
+    """Where in its file a tensor lies: offset from the file's start in bytes, and its shape."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+
 class TableRecord(_Record):
     """The AdaLN parameters of a pinned schedule, computed when the store was built.
 
     The safetensors file holds, in the modulation graphs' dtype, `blocks` [forwards, layers, M*3, 6*hidden] and `head`
-    [forwards, M, 2*hidden]. `weights_sha256` is of the weights that it was made from, `timesteps` [forwards][M] are the
-    slots' (float32); `engine` is the key of the engine that made it.
+    [forwards, M, 2*hidden]. `weights_sha256` is of the weights that it was made from, of `weights_bytes` in all, and
+    `timesteps` [forwards][M] are the slots' (float32); `engine` is the key of the engine that made it.
     """
 
     file: FileRecord
+    dtype: Dtype
+    blocks: Extent
+    head: Extent
     weights_sha256: str
+    weights_bytes: int
     timesteps: tuple[tuple[float, ...], ...]
     engine: str
 
@@ -252,7 +265,9 @@ class Manifest(_Record):
     `bindings[partition][graph][instance]` maps each weight of the graph, by name, to its region.
 
     student: the checkpoint is one that has this schedule and no other. adapters: by name, what requests may choose
-    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the name of student or adapter.
+    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the same keys as `bindings`. A
+    store of a student has no modulation graphs, and binds none of their weights: it has a table for each partition.
+    `profile` is as it was written; `attention`, `tiers` and `partitions` are what it is for the checkpoint.
     """
 
     schema_version: int
@@ -267,6 +282,49 @@ class Manifest(_Record):
     student: Distilled | None = None
     adapters: dict[str, AdapterRecord] = {}
     tables: dict[str, TableRecord] = {}
+
+    @property
+    def serving(self) -> Profile:
+        """The profile as it is for this checkpoint."""
+        return self.profile.serving(self.student)
+
+    @property
+    def attention(self) -> BlockAttention:
+        """How the blocks attend in requests that choose no tier."""
+        return self.serving.attention.blocks
+
+    @property
+    def further_attention(self) -> tuple[BlockAttention, ...]:
+        """The attentions that have an engine of their own beside that of `attention`."""
+        return self.serving.further_attention
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of quality that requests may choose; the first is that of requests that choose none."""
+        return self.serving.tiers
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """The transformers that are served."""
+        return self.serving.partitions
+
+    def bound_bytes(self, graphs: Collection[str]) -> int:
+        """Bytes of weights that some graphs are bound to, those of all partitions together, each region once."""
+        dtypes = {(graph, weight.name): weight.dtype for graph, e in self.graphs.items() for weight in e.weights}
+        found = {
+            region: region.nbytes(dtypes[graph, name])
+            for partition in self.partitions
+            for graph, instances in self.bindings[partition].items()
+            if graph in graphs
+            for regions in instances
+            for name, region in regions.items()
+        }
+        return sum(found.values())
+
+
+def weights_key(partition: Partition, adapter: str | None = None) -> str:
+    """What a manifest calls weights of the transformer: those of a partition, or an adapter's for it."""
+    return partition if adapter is None else f"{partition}+{adapter}"
 
 
 class EngineStore:
@@ -297,7 +355,7 @@ class EngineStore:
             store._verify_file(record)
         for weights in store.manifest.weight_files:
             store._verify_weights(weights)
-        for problem in store._unbound():
+        for problem in (*store._unbound(), *store._untabled()):
             raise store._error(f"{root / MANIFEST}: {problem}")
         return store
 
@@ -339,7 +397,8 @@ class EngineStore:
         engines = self.manifest.graphs.values()
         baked = [file for engine in engines for files in engine.baked.values() for file in files]
         layers = [engine.plan.layers for engine in engines if engine.plan is not None]
-        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked, *layers]
+        tables = [table.file for table in self.manifest.tables.values()]
+        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked, *layers, *tables]
 
     def _verify_backend(self) -> None:
         package = self.manifest.profile.backend
@@ -414,7 +473,7 @@ class EngineStore:
     def _unbound(self) -> Iterator[str]:
         """Instances whose weights are not those of their graph, each within one of the weight files."""
         sizes = [file.size for file in self.manifest.weight_files]
-        for partition in self.manifest.profile.partitions:
+        for partition in self.manifest.partitions:
             bound = self.manifest.bindings.get(partition, {})
             for name, engine in self.manifest.graphs.items():
                 instances = bound.get(name, ())
@@ -426,8 +485,37 @@ class EngineStore:
                         what = wrong[0] if wrong else "a weight that the graph does not have"
                         yield f"bindings.{partition}.{name}.{index}: {what}: not within the weight files"
 
+    def _untabled(self) -> Iterator[str]:
+        """Schedules that have no tables where they must, and tables that are not of a schedule."""
+        manifest = self.manifest
+        schedules = {weights_key(a.partition, name): a.distilled.schedule for name, a in manifest.adapters.items()}
+        if manifest.student is not None:
+            schedules |= dict.fromkeys(manifest.partitions, manifest.student.schedule)
+            for partition in manifest.partitions:
+                if partition not in manifest.tables:
+                    yield f"tables.{partition}: is missing; {manifest.student.name} pins its schedule"
+        for name, table in manifest.tables.items():
+            if name not in schedules:
+                yield f"tables.{name}: is of no student or adapter of the store"
+                continue
+            length = (self.root / table.file.path).stat().st_size
+            for problem in _misfits(table, schedules[name].forwards, manifest.dimensions.denoiser, length):
+                yield f"tables.{name}.{problem}"
+
     def _error(self, text: str) -> StoreError:
         return StoreError(f"{text}; {rebuild_advice(self.root)}")
+
+
+def _misfits(table: TableRecord, forwards: int, size: DenoiserDimensions, length: int) -> Iterator[str]:
+    """What tables of a schedule of so many forwards have against them, in a file of so many bytes."""
+    if [len(slots) for slots in table.timesteps] != [TIMESTEP_SLOTS] * forwards:
+        yield f"timesteps: {forwards} steps of {TIMESTEP_SLOTS} slots expected"
+    blocks = (forwards, size.layers, TIMESTEP_SLOTS * MODALITIES, 6 * size.hidden)
+    head = (forwards, TIMESTEP_SLOTS, 2 * size.hidden)
+    for name, extent, shape in (("blocks", table.blocks, blocks), ("head", table.head, head)):
+        nbytes = math.prod(shape) * ITEM_BYTES[table.dtype]
+        if extent.shape != shape or not 0 <= extent.offset <= length - nbytes:
+            yield f"{name}: {list(shape)} within the file's {length:,} bytes expected"
 
 
 def _lies_in(sizes: list[int], region: Region | None, dtype: Dtype) -> bool:
