@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +14,16 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from engines.adapters import binding_name
 from engines.backend import installed
-from engines.declaration import describe_checkpoint, describe_exporter
+from engines.declaration import describe_checkpoint, describe_exporter, describe_graph
 from engines.graph_steps import GraphSteps
 from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.inductor_steps import InductorSteps
 from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.plan import Workload, make_plan
 from engines.profile import Partition, Profile
+from engines.quality import weights_of
 from engines.quantise_step import QuantiseStep
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
 from engines.store import (
@@ -29,15 +31,19 @@ from engines.store import (
     MANIFEST,
     SCHEMA_VERSION,
     WEIGHTS,
+    AdapterRecord,
     Begun,
     EngineStore,
     Manifest,
     rebuild_command,
 )
+from engines.switchable import Switchable, switchables
 from engines.tensorrt_steps import TensorRTSteps
 from engines.weight_table import WeightTable
-from export.binding import bind
+from export.artifacts.artifact import Artifact
+from export.binding import Binding, bind
 from export.checkpoint import Checkpoint
+from export.checkpoint.expressions import Stored
 from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
 from export.graphs.model import check_consumption
@@ -75,25 +81,36 @@ def build(
     progress: Callable[[StepEvent], None] = lambda event: None,
     only: str | None = None,
     resume: bool = False,
+    adapters: Sequence[Artifact] = (),
 ) -> BuildReport:
     """Brings a store up to date with a checkpoint and a profile, and opens it to see that it is whole.
+
+    `adapters` are what requests may choose beside the checkpoint itself.
 
     What has not changed is left alone. `only` names one step, which is done again, after those before it where needed;
     the later ones are left for the next build. What this machine cannot do is put off. `resume` goes on with a store
     that was begun on another machine: what does not depend on the machine is taken from it as it is.
 
     Raises:
-        CheckpointError, ProfileError, PlanError, BuildError: the build cannot start.
+        CheckpointError, ProfileError, PlanError, BuildError, SwitchableError, LowRankError: the build cannot start.
         StepFailed: a step failed. What was built stays; a manifest that was there before is still valid.
     """
     root, loaded = Path(store).absolute(), Profile.load(profile)
     opened = Checkpoint.open(Path(checkpoint).absolute())
-    begun = Begun(checkpoint=str(opened.root), fingerprint=opened.fingerprint, sample=opened.sample, profile=loaded)
+    files = [str(adapter.path.absolute()) for adapter in adapters]
+    begun = Begun(
+        checkpoint=str(opened.root),
+        fingerprint=opened.fingerprint,
+        sample=opened.sample,
+        profile=loaded,
+        adapters=tuple(files),
+    )
     if resume:
         _check_same(root, Begun.read(root), begun)
-    reproduce = partial(_step_command, rebuild_command(root, loaded.name, opened.root))
+    reproduce = partial(_step_command, rebuild_command(root, loaded.name, opened.root, files))
     ledger = Ledger(root, reproduce, progress, resume)
-    steps = _Plan(opened, loaded, root, reproduce, ledger.work).steps()
+    offered = switchables(opened, loaded, adapters, root / WEIGHTS)
+    steps = _Plan(opened, loaded, offered, root, reproduce, ledger.work).steps()
     _check_known(only, steps)
     with _locked(root, progress):
         begun.write(root)
@@ -108,7 +125,13 @@ class _Plan:
     """The steps of one build. A graph is built once, for the first partition; the others only bind their weights."""
 
     def __init__(
-        self, checkpoint: Checkpoint, profile: Profile, root: Path, reproduce: Callable[[str], str], work: Work
+        self,
+        checkpoint: Checkpoint,
+        profile: Profile,
+        offered: Sequence[Switchable],
+        root: Path,
+        reproduce: Callable[[str], str],
+        work: Work,
     ) -> None:
         _check_partitions(checkpoint, profile)
         self._checkpoint = checkpoint
@@ -127,10 +150,15 @@ class _Plan:
         self._graphs = {
             p: [steps(graph) for graph in profile_graphs(checkpoint, profile, p, weights)] for p in profile.partitions
         }
+        self._offered = {one.name: _Offered(one, [bind(graph) for graph in one.graphs]) for one in offered}
+        # All adapters with low-rank sides have the same engines, over files of their own.
+        self._with_sides = [steps(graph) for one in offered[:1] if one.mode == "low_rank" for graph in one.graphs]
         sidecars = [s for p in profile.partitions for s in profile_sidecars(checkpoint, profile, p, weights)]
+        sidecars += [one.file for one in offered]
         self._quantised = [QuantiseStep(sidecar, root, work) for sidecar in sidecars]
+        own = [g.binding for graphs in self._graphs.values() for g in graphs]
         self._weights = WeightTable(
-            (g.binding for graphs in self._graphs.values() for g in graphs),
+            [*own, *(binding for one in self._offered.values() for binding in one.bindings)],
             {each.sidecar.path: each.written for each in self._quantised},
         )
 
@@ -141,9 +169,10 @@ class _Plan:
             *self._hashes(),
             self._tokenizer(),
             *(self._bind(partition, exporter) for partition in self._profile.partitions),
+            *(self._bind_adapter(one, exporter) for one in self._offered.values()),
             *(quantised.step() for quantised in self._quantised),
         ]
-        for graph in self._graphs[self._first]:
+        for graph in self._engines:
             steps += graph.steps(checkpoint, exporter, self._weights)
         if self._profile.weights == "baked":
             steps += [s for p, graphs in self._graphs.items() for g in graphs for s in g.bake_steps(p, self._weights)]
@@ -168,6 +197,28 @@ class _Plan:
                 raise BuildError(f"graph {name} of {partition} differs from that of {self._first}: no shared engine")
         regions = self._weights.regions
         return Product({g.graph.name: [regions(i) for i in g.binding.instances] for g in self._graphs[partition]})
+
+    @property
+    def _engines(self) -> list[GraphSteps]:
+        """The graphs that engines are made of, each once."""
+        return [*self._graphs[self._first], *self._with_sides]
+
+    def _bind_adapter(self, one: _Offered, exporter: Mapping[str, Any]) -> Step:
+        instances = [instance for binding in one.bindings for instance in binding.instances]
+        depends_on = {
+            "exporter": exporter,
+            "graphs": one.declarations(),
+            "shared": [graph.declaration for graph in self._engines],
+            "files": self._weights.identities(instances),
+        }
+        return Step(one.step, depends_on, lambda records: self._do_bind_adapter(one))
+
+    def _do_bind_adapter(self, one: _Offered) -> Product:
+        shared = {graph.graph.name: graph.declaration for graph in self._engines}
+        for graph, declaration in zip(one.switchable.graphs, one.declarations(), strict=True):
+            if declaration != shared[graph.name]:
+                raise BuildError(f"{one.switchable.artifact.path}: graph {graph.name} differs: no shared engine")
+        return Product({name: [self._weights.regions(i) for i in own] for name, own in one.own().items()})
 
     def _hashes(self) -> Iterator[Step]:
         """Compares the files with the checkpoint's own list of hashes, where it has one, as often as they change."""
@@ -197,11 +248,10 @@ class _Plan:
                     **about,
                     "versions": self._versions(records),
                     "tokenizer": records["tokenizer"].files[0].model_dump(),
-                    "graphs": {
-                        graph.graph.name: graph.engine_record(records).model_dump()
-                        for graph in self._graphs[self._first]
-                    },
-                    "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs},
+                    "graphs": {graph.graph.name: graph.engine_record(records).model_dump() for graph in self._engines},
+                    "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs}
+                    | {one.bound_as: records[one.step].facts for one in self._offered.values()},
+                    "adapters": {name: one.record.model_dump() for name, one in self._offered.items()},
                 }
             )
         )
@@ -226,6 +276,50 @@ class _Plan:
             "dimensions": checkpoint.dimensions.model_dump(mode="json"),
             "weight_files": self._weights.files_json,
         }
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """An adapter, and what its graphs are bound to."""
+
+    switchable: Switchable
+    bindings: Sequence[Binding]
+
+    @property
+    def bound_as(self) -> str:
+        """What its weights are bound as."""
+        return binding_name(self.switchable.partition, self.switchable.name)
+
+    @property
+    def step(self) -> str:
+        """The name of the step that says where its weights lie."""
+        return f"{self.bound_as}.bind"
+
+    @property
+    def record(self) -> AdapterRecord:
+        """What the manifest says of it."""
+        one = self.switchable
+        return AdapterRecord(
+            distilled=one.artifact.distilled,
+            partition=one.partition,
+            mode=one.mode,
+            path=str(one.artifact.path.absolute()),
+        )
+
+    def declarations(self) -> list[dict[str, Any]]:
+        """What its graphs are, apart from their weights."""
+        return [describe_graph(g, b) for g, b in zip(self.switchable.graphs, self.bindings, strict=True)]
+
+    def own(self) -> dict[str, list[dict[str, Stored]]]:
+        """Its own weights of each instance, by the graph that they are found by."""
+        found: dict[str, list[dict[str, Stored]]] = {}
+        for graph, binding in zip(self.switchable.graphs, self.bindings, strict=True):
+            every = self.switchable.mode == "merged"
+            found[weights_of(graph.name)] = [
+                {name: s for name, s in instance.items() if every or s.file == self.switchable.file.path}
+                for instance in binding.instances
+            ]
+        return found
 
 
 def _check_partitions(checkpoint: Checkpoint, profile: Profile) -> None:
@@ -253,6 +347,9 @@ def _check_same(store: Path, begun: Begun, now: Begun) -> None:
         raise BuildError(
             f"{store}: was begun with other weights ({begun.checkpoint}) than {now.checkpoint} has; {fresh}"
         )
+    if begun.adapters != now.adapters:
+        before, after = (", ".join(each.adapters) or "none" for each in (begun, now))
+        raise BuildError(f"{store}: was begun with other adapters ({before}) than {after}; {fresh}")
     before, after = ({k: v for k, v in each.profile if k != "name"} for each in (begun, now))
     changed = ", ".join(key for key in before if before[key] != after[key])
     if changed:
