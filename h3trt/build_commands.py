@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from h3trt import console, paths
+from h3trt.amounts import amount
 from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 
@@ -70,6 +71,9 @@ def tiny(
         bool, typer.Option("--released-dims", help="The release's sizes; needs --sparse.")
     ] = False,
     sparse: Annotated[bool, typer.Option("--sparse", help="Files without data, which read as zeros.")] = False,
+    with_artifacts: Annotated[
+        bool, typer.Option("--with-artifacts", help="Few-step artifacts of every family too, in artifacts/.")
+    ] = False,
 ) -> None:
     """Write a miniature checkpoint: the release's files, names and classes with small dimensions.
 
@@ -82,12 +86,12 @@ def tiny(
         raise CommandError("--released-dims and --sparse go together: the release's data would take 270 GB")
     try:
         if sparse:
-            write_sparse_released(directory, layout.value)
+            write_sparse_released(directory, layout.value, with_artifacts)
         else:
-            write_miniature(directory, layout.value, seed)
+            write_miniature(directory, layout.value, seed, with_artifacts)
     except FileExistsError as error:
         raise CommandError(str(error)) from None
-    console.line(f"{directory}: {_size(_bytes_on_disk(directory))} on disk, {layout} layout")
+    console.line(f"{directory}: {amount(_bytes_on_disk(directory))} on disk, {layout} layout")
 
 
 def export(
@@ -307,7 +311,7 @@ def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:
 
     checkpoint = Checkpoint.open(path)
     summary = summarise(checkpoint)
-    console.line(f"{summary.layout} layout, partitions {', '.join(summary.partitions)}, {_size(summary.nbytes)}")
+    console.line(f"{summary.layout} layout, partitions {', '.join(summary.partitions)}, {amount(summary.nbytes)}")
     console.line(f"fingerprint {summary.fingerprint}")
     rows = [
         (part.component, part.partition, f"{part.tensors:,}", f"{part.nbytes:,}", _dtypes(part.dtypes))
@@ -320,7 +324,7 @@ def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:
 
 
 def _dtypes(stored: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_size(count)}" for name, count in stored.items())
+    return ", ".join(f"{name} {amount(count)}" for name, count in stored.items())
 
 
 def _verify_hashes(checkpoint: Checkpoint) -> None:
@@ -332,7 +336,3 @@ def _verify_hashes(checkpoint: Checkpoint) -> None:
 
 def _bytes_on_disk(directory: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -32,6 +32,7 @@ from triton_repo.installation import triton_root
 
 COMMANDS = [
     "checkpoint",
+    "adapters",
     "export",
     "engines",
     "repo",
