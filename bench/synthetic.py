@@ -46,11 +46,10 @@ from engines.store import (
 )
 from engines.switchable import ADAPTED, Switchable, switchables
 from export.artifacts.artifact import Artifact
-from export.artifacts.base import Base
+from export.artifacts.base import RELEASED
 from export.artifacts.read import read_artifact
 from export.binding import Binding, bind
 from export.checkpoint import Checkpoint
-from export.checkpoint.components.denoiser import DenoiserConfig
 from export.graphs.graph import Graph
 from export.miniature import write_sparse_released
 from export.miniature.artifacts import FOLDERS, write_artifacts
@@ -194,15 +193,15 @@ def draw_weight(spec: TensorRecord, weight: torch.Tensor, generator: torch.Gener
 def draw_input(
     spec: TensorRecord, sizes: Mapping[str, int], generator: torch.Generator, below: int = 1
 ) -> torch.Tensor:
-    """An input on the device: standard normal, or integers below a bound."""
+    """An input on the generator's device: standard normal, or integers below a bound."""
     shape = tuple(sizes[d] if isinstance(d, str) else d for d in spec.shape)
     if TORCH[spec.dtype].is_floating_point:
         return _drawn(shape, TORCH[spec.dtype], 1.0, generator)
-    return torch.randint(below, shape, dtype=TORCH[spec.dtype], device=DEVICE, generator=generator)
+    return torch.randint(below, shape, dtype=TORCH[spec.dtype], device=generator.device, generator=generator)
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype, deviation: float, generator: torch.Generator) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(0, deviation, generator=generator)
+    return torch.empty(shape, dtype=dtype, device=generator.device).normal_(0, deviation, generator=generator)
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
@@ -210,8 +209,8 @@ def _checkpoint(folder: Path) -> Checkpoint:
     path = folder / "checkpoint"
     if not path.exists():
         write_sparse_released(path, "native")
-        config = DenoiserConfig.model_validate(Checkpoint.open(path).config("denoiser"))
-        write_artifacts(folder / ARTIFACTS, config, seed=None)
+    if not (folder / ARTIFACTS).exists():
+        write_artifacts(folder / ARTIFACTS, RELEASED.config, seed=None)
     return Checkpoint.open(path)
 
 
@@ -230,8 +229,7 @@ def _low_rank(wanted: Wanted, folder: Path) -> tuple[Switchable, ...]:
     """What every adapter with low-rank sides is, of a published one's sizes; none where none is wanted."""
     if all(mode != "low_rank" for _, mode in wanted.adapters):
         return ()
-    checkpoint = _checkpoint(folder)
-    artifact = read_artifact(folder / ARTIFACTS / FOLDERS["turbo_4step"], Base.of(checkpoint))
+    checkpoint, artifact = _checkpoint(folder), read_artifact(folder / ARTIFACTS / FOLDERS["turbo_4step"])
     assert isinstance(artifact, Artifact)  # as the file of an adapter is
     profile = wanted.profile.model_copy(update={"adapters": Adapters(mode="low_rank")})
     return switchables(checkpoint, profile, [artifact], folder / "weights")
@@ -295,22 +293,21 @@ def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequ
         tokenizer=_file(folder, checkpoint.tokenizer_file),
         graphs={g.name: _record(wanted, folder, g, bindings[g.name]) for g in listed},
         weight_files=(),
-        bindings=own | {binding_name(PARTITION, name): _changed(mode, own[PARTITION], bindings) for name, mode in wanted.adapters},
+        bindings=own
+        | {binding_name(PARTITION, name): _changed(mode, own[PARTITION], bindings) for name, mode in wanted.adapters},
         adapters={name: _adapter(name, mode) for name, mode in wanted.adapters},
     )
 
 
-def _changed(mode: AdapterMode, own: Mapping[str, Bound], bindings: Mapping[str, Binding]) -> dict[str, Bound]:
+def _changed(mode: AdapterMode, bindings: Mapping[str, Binding]) -> dict[str, Bound]:
     """An adapter's own weights of each graph."""
+    own = {graph: _regions(bindings[graph]) for graph in ADAPTED if graph in bindings}
     if mode == "merged":
-        return {graph: own[graph] for graph in ADAPTED if graph in own}
-    with_sides = {graph: bindings[low_rank_name(graph)] for graph in ADAPTED if graph in own}
+        return own
+    with_sides = {graph: _regions(bindings[low_rank_name(graph)]) for graph in own}
     return {
-        graph: tuple(
-            {name: region for name, region in instance.items() if name not in own[graph][0]}
-            for instance in _regions(binding)
-        )
-        for graph, binding in with_sides.items()
+        graph: tuple({name: r for name, r in instance.items() if name not in own[graph][0]} for instance in instances)
+        for graph, instances in with_sides.items()
     }
 
 

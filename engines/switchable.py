@@ -11,6 +11,8 @@ from engines.graphs import declared_graphs, profile_graphs
 from engines.profile import Partition, Profile
 from engines.quality import weights_of
 from export.artifacts.artifact import Artifact
+from export.artifacts.base import Base
+from export.artifacts.fits import partition_of
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Stored, Weight
 from export.graphs.graph import Graph
@@ -54,11 +56,6 @@ class Switchable:
         return self.artifact.distilled.name
 
 
-def partition_of(artifact: Artifact) -> Partition:
-    """The transformer that an artifact was made for."""
-    return "ref2va" if artifact.distilled.tasks == ("ref2va",) else "fl2va"
-
-
 def switchables(
     checkpoint: Checkpoint, profile: Profile, artifacts: Sequence[Artifact], weights: Path
 ) -> tuple[Switchable, ...]:
@@ -75,16 +72,18 @@ def switchables(
         return ()
     if profile.adapters.mode == "merged":
         return tuple(_merged(checkpoint, profile, artifact, weights) for artifact in artifacts)
-    rank = largest_rank(artifacts, checkpoint.dimensions.denoiser)
+    rank = largest_rank(artifacts, Base.of(checkpoint))
     return tuple(_low_rank(checkpoint, profile, artifact, rank, weights) for artifact in artifacts)
 
 
 def _check(profile: Profile, artifacts: Iterable[Artifact]) -> None:
     known: dict[str, Artifact] = {}
     for artifact in artifacts:
-        name, partition = artifact.distilled.name, partition_of(artifact)
+        name, partition = artifact.distilled.name, partition_of(artifact.distilled)
         if artifact.distilled.family not in FAMILIES:
-            rule = f"is no adapter that requests choose, as those of {' and '.join(FAMILIES)} are, but a model of its own"
+            rule = (
+                f"is no adapter that requests choose, as those of {' and '.join(FAMILIES)} are, but a model of its own"
+            )
             raise SwitchableError(f"{artifact.path}: {rule}; make it one with: h3trt adapters fuse")
         if name in known:
             raise SwitchableError(f"{artifact.path}: is called {name!r} like {known[name].path}; leave out one of them")
@@ -98,7 +97,7 @@ def _check(profile: Profile, artifacts: Iterable[Artifact]) -> None:
 
 
 def _low_rank(checkpoint: Checkpoint, profile: Profile, artifact: Artifact, rank: int, weights: Path) -> Switchable:
-    partition = partition_of(artifact)
+    partition = partition_of(artifact.distilled)
     planned = plan_low_rank(artifact, checkpoint, partition, rank, weights)
     own = (g for g in profile_graphs(checkpoint, profile, partition, weights) if weights_of(g.name) in ADAPTED)
     graphs = tuple(replace(add_low_rank(graph, planned.tensors), name=low_rank_name(graph.name)) for graph in own)
@@ -107,8 +106,8 @@ def _low_rank(checkpoint: Checkpoint, profile: Profile, artifact: Artifact, rank
 
 def _merged(checkpoint: Checkpoint, profile: Profile, artifact: Artifact, weights: Path) -> Switchable:
     """Only the linears are merged, which are quantised together or not at all."""
-    partition = partition_of(artifact)
-    changed = merged_weights(checkpoint, partition, low_rank_sides(artifact, checkpoint.dimensions.denoiser))
+    partition = partition_of(artifact.distilled)
+    changed = merged_weights(checkpoint, partition, low_rank_sides(artifact, Base.of(checkpoint)))
     declared = [g for g in declared_graphs(checkpoint, profile, partition) if g.name in ADAPTED]
     graphs = [_over(graph, changed) for graph in declared]
     stem = f"adapter.{partition}.{artifact.distilled.name}"

@@ -9,17 +9,14 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from export.artifacts.artifact import Artifact, LowRank
+from export.artifacts.artifact import Artifact, LowRank, Patch
+from export.artifacts.base import Base
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Stored, Weight
 from export.graphs.block_layout import block_layout
-from export.passes.add_low_rank import DOWN, TARGETS, UP
+from export.passes.add_low_rank import DOWN, UP
 from export.schemes import PLAIN
 from export.sidecar import Sidecar, plan_file
-from plugins.dimensions import DenoiserDimensions
-
-MODULATION = ("adaln_proj.linear.weight", "norm_out.linear.weight")
-"""Ends of the names of parameters that act on the modulation tables alone, which are computed from fused weights."""
 
 PACKED = "ff.net.0.proj"
 """The linear whose rows a checkpoint may hold in another order than diffusers does: two halves, swapped."""
@@ -56,32 +53,29 @@ class LowRankFile:
     tensors: Mapping[str, Stored]
 
 
-def low_rank_sides(artifact: Artifact, dimensions: DenoiserDimensions) -> dict[str, LowRank]:
-    """An adapter's sides, by the diffusers names of their linears: one at every target of every block.
+def low_rank_sides(artifact: Artifact, base: Base) -> dict[str, LowRank]:
+    """An adapter's sides, by the diffusers names of their linears: one at every linear of every block.
 
     What it does to the modulation is left out.
 
     Raises:
-        LowRankError: a target without a side, or a change that no side can say.
+        LowRankError: a linear without a side, or a change that no side can say.
     """
-    blocks = [f"transformer_blocks.{i}" for i in range(dimensions.layers)]
-    blocks += [f"token_refiner.refiner_blocks.{i}" for i in range(dimensions.refiner_layers)]
-    wanted = [f"{block}.{target}" for block in blocks for target in TARGETS]
-    kept = {name: patch for name, patch in artifact.patches.items() if not name.endswith(MODULATION)}
-    other = [n for n, p in kept.items() if n.removesuffix(".weight") not in wanted or p.difference or p.injected]
+    modulation, wanted = (tuple(f"{n}.weight" for n in names) for names in (base.adaln_linears, base.block_linears))
+    kept = {name: patch for name, patch in artifact.patches.items() if name not in modulation}
+    other = [name for name, patch in kept.items() if name not in wanted or patch != Patch(patch.low_rank)]
     if other:
-        rule = 'adapters.mode = "low_rank" takes low-rank sides of the blocks\' linears alone; must be "merged"'
-        raise LowRankError(f"{artifact.path}: {other[0]}: {rule}")
-    sides = {name.removesuffix(".weight"): patch.low_rank for name, patch in kept.items()}
-    found = {name: side for name in wanted if (side := sides.get(name)) is not None}
-    if missing := [name for name in wanted if name not in found]:
+        rule = "an adapter that requests choose has low-rank sides of the blocks' linears, and changes nothing else"
+        raise LowRankError(f"{artifact.path}: {other[0]}: {rule}; make a model of it with: h3trt adapters fuse")
+    found = {n.removesuffix(".weight"): p.low_rank for n, p in kept.items() if p.low_rank is not None}
+    if missing := [name for name in base.block_linears if name not in found]:
         raise LowRankError(f"{artifact.path}: {missing[0]}: has no low-rank side; every linear of every block must")
     return found
 
 
-def largest_rank(artifacts: Iterable[Artifact], dimensions: DenoiserDimensions) -> int:
+def largest_rank(artifacts: Iterable[Artifact], base: Base) -> int:
     """The rank that serves all of some adapters. Raises LowRankError."""
-    sides = (side for artifact in artifacts for side in low_rank_sides(artifact, dimensions).values())
+    sides = (side for artifact in artifacts for side in low_rank_sides(artifact, base).values())
     return max(side.down.shape[0] for side in sides)
 
 
@@ -89,7 +83,7 @@ def plan_low_rank(
     artifact: Artifact, checkpoint: Checkpoint, partition: str, rank: int, directory: Path
 ) -> LowRankFile:
     """Plans an adapter's file for a checkpoint's partition, its sides padded to `rank`. Raises LowRankError."""
-    sides = low_rank_sides(artifact, checkpoint.dimensions.denoiser)
+    sides = low_rank_sides(artifact, Base.of(checkpoint))
     swaps = block_layout(checkpoint, partition).gate_first
     halves = [half for name, side in sides.items() for half in _halves(name, side, rank, swaps)]
     stem = f"adapter.{partition}.{artifact.distilled.name}"

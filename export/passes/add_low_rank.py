@@ -23,9 +23,6 @@ LINEARS: Mapping[str, str] = {
 }
 """A block's other linear layers, and their diffusers names."""
 
-TARGETS: tuple[str, ...] = (*PROJECTIONS.values(), *LINEARS.values())
-"""The linears of a block that may have a low-rank side, by their diffusers names within the block."""
-
 DOWN, UP = "down", "up"
 """The tensors of a side, after the diffusers name of its linear: [rank, inputs] and [outputs, rank]."""
 
@@ -74,7 +71,7 @@ class LowRankProjections(nn.Module):
 
 
 def add_low_rank(graph: Graph, tensors: Mapping[str, Weight]) -> Graph:
-    """The graph of blocks with a low-rank side at each of their `TARGETS`; none of its own weights changes.
+    """The graph of blocks with a low-rank side at each of their linears; none of its own weights changes.
 
     It may have been quantised: a side takes the same rows, and is computed in the graph's dtype. `tensors` are by the
     diffusers name of a linear, a dot, and `DOWN` or `UP`, all of one rank; rows of `UP` that make gate and up are in
@@ -90,14 +87,6 @@ def add_low_rank(graph: Graph, tensors: Mapping[str, Weight]) -> Graph:
             for index, weights in enumerate(graph.weights)
         ),
     )
-
-
-def low_rank_targets(graph: Graph) -> list[str]:
-    """The diffusers names of all linears, of all instances, that a graph's low-rank variant has a side at."""
-    with torch.device("meta"):
-        sides = list(_sides(graph.module()))
-    count = len(graph.weights)
-    return [side.linear(name, index) for index in range(count) for side in sides for name in side.names.values()]
 
 
 @dataclass(frozen=True)
