@@ -283,7 +283,10 @@ class _Compilation:
 
 def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequence[Graph]) -> Manifest:
     bindings = {graph.name: bind(graph) for graph in listed}
-    own = {PARTITION: {name: _regions(binding) for name, binding in bindings.items() if not has_sides(name)}}
+    bound: dict[str, dict[str, Bound]] = {
+        PARTITION: {name: _regions(binding) for name, binding in bindings.items() if not has_sides(name)}
+    }
+    bound |= {binding_name(PARTITION, name): _changed(mode, bindings) for name, mode in wanted.adapters}
     return Manifest(
         schema_version=SCHEMA_VERSION,
         profile=wanted.profile,
@@ -293,8 +296,7 @@ def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequ
         tokenizer=_file(folder, checkpoint.tokenizer_file),
         graphs={g.name: _record(wanted, folder, g, bindings[g.name]) for g in listed},
         weight_files=(),
-        bindings=own
-        | {binding_name(PARTITION, name): _changed(mode, own[PARTITION], bindings) for name, mode in wanted.adapters},
+        bindings=bound,
         adapters={name: _adapter(name, mode) for name, mode in wanted.adapters},
     )
 

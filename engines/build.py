@@ -186,6 +186,7 @@ class _Plan:
             "graphs": [graph.declaration for graph in graphs],
             "shared": [graph.declaration for graph in self._graphs[self._first]],
             "files": self._weights.identities(instances),
+            "places": self._weights.places,
         }
         return Step(f"{partition}.bind", depends_on, partial(self._do_bind, partition))
 
@@ -210,6 +211,7 @@ class _Plan:
             "graphs": one.declarations(),
             "shared": [graph.declaration for graph in self._engines],
             "files": self._weights.identities(instances),
+            "places": self._weights.places,
         }
         return Step(one.step, depends_on, lambda records: self._do_bind_adapter(one))
 
@@ -348,8 +350,8 @@ def _check_same(store: Path, begun: Begun, now: Begun) -> None:
             f"{store}: was begun with other weights ({begun.checkpoint}) than {now.checkpoint} has; {fresh}"
         )
     if begun.adapters != now.adapters:
-        before, after = (", ".join(each.adapters) or "none" for each in (begun, now))
-        raise BuildError(f"{store}: was begun with other adapters ({before}) than {after}; {fresh}")
+        listed = [", ".join(each.adapters) or "none" for each in (begun, now)]
+        raise BuildError(f"{store}: was begun with other adapters ({listed[0]}) than {listed[1]}; {fresh}")
     before, after = ({k: v for k, v in each.profile if k != "name"} for each in (begun, now))
     changed = ", ".join(key for key in before if before[key] != after[key])
     if changed:

@@ -81,10 +81,8 @@ def _check(profile: Profile, artifacts: Iterable[Artifact]) -> None:
     for artifact in artifacts:
         name, partition = artifact.distilled.name, partition_of(artifact.distilled)
         if artifact.distilled.family not in FAMILIES:
-            rule = (
-                f"is no adapter that requests choose, as those of {' and '.join(FAMILIES)} are, but a model of its own"
-            )
-            raise SwitchableError(f"{artifact.path}: {rule}; make it one with: h3trt adapters fuse")
+            rule = f"requests choose adapters of {' and '.join(FAMILIES)}; {name} is a model of its own"
+            raise SwitchableError(f"{artifact.path}: {rule}, which h3trt adapters fuse makes")
         if name in known:
             raise SwitchableError(f"{artifact.path}: is called {name!r} like {known[name].path}; leave out one of them")
         if partition not in profile.partitions:
