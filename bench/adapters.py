@@ -18,7 +18,7 @@ from bench import host, machine
 from bench.block import ROWS, block_inputs
 from bench.measuring import Timer, Timing, in_turns, once, once_on_host
 from bench.synthetic import PARTITION, RandomWeights, Wanted, open_engines, synthetic_store
-from engines.adapters import AdapterMode, binding_name, low_rank_name
+from engines.adapters import AdapterMode, low_rank_name, weights_key
 from engines.profile import Profile
 from engines.sessions.engine_set import EngineSet
 
@@ -55,7 +55,7 @@ class Way:
         """Bytes of the blocks' weights that are there for this way alone."""
         manifest = self.engines.manifest
         dtypes = {w.name: w.dtype for w in manifest.graphs[manifest.engine_of("block", self.adapter)].weights}
-        instances = manifest.bindings[binding_name(PARTITION, self.adapter)]["block"]
+        instances = manifest.bindings[weights_key(PARTITION, self.adapter)]["block"]
         return sum(region.nbytes(dtypes[name]) for regions in instances for name, region in regions.items())
 
     def request(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

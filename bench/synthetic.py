@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engines import machine
-from engines.adapters import AdapterMode, binding_name, has_sides, low_rank_name
+from engines.adapters import AdapterMode, has_sides, low_rank_name, weights_key
 from engines.backends.inductor import compile_graph
 from engines.declaration import axes, describe_exporter, describe_graph, tensor_record
 from engines.graphs import profile_graphs
@@ -140,7 +140,7 @@ class RandomWeights:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Every weight of an instance."""
         own = self._once(weights_of(graph), PARTITION, instance, None)
-        yield own | self._once(weights_of(graph), binding_name(PARTITION, adapter), instance, adapter)
+        yield own | self._once(weights_of(graph), weights_key(PARTITION, adapter), instance, adapter)
 
     def load_lasting(self) -> None:
         """Draws the weights of every instance of those graphs, adapters' among them."""
@@ -286,7 +286,7 @@ def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequ
     bound: dict[str, dict[str, Bound]] = {
         PARTITION: {name: _regions(binding) for name, binding in bindings.items() if not has_sides(name)}
     }
-    bound |= {binding_name(PARTITION, name): _changed(mode, bindings) for name, mode in wanted.adapters}
+    bound |= {weights_key(PARTITION, name): _changed(mode, bindings) for name, mode in wanted.adapters}
     return Manifest(
         schema_version=SCHEMA_VERSION,
         profile=wanted.profile,

@@ -14,9 +14,6 @@ ones; or the checkpoint's engines, and all weights of the linears once more, wit
 
 _LOW_RANK = ".low_rank"
 
-SEPARATOR = "+"
-"""Between partition and adapter, in the name of what an adapter's own weights are bound as."""
-
 
 def low_rank_name(graph: str) -> str:
     """The name of a graph with low-rank sides."""
@@ -33,6 +30,6 @@ def has_sides(graph: str) -> bool:
     return graph.endswith(_LOW_RANK)
 
 
-def binding_name(partition: str, adapter: str | None) -> str:
-    """What weights are bound as: a partition's own, or those of an adapter for it."""
-    return partition if adapter is None else f"{partition}{SEPARATOR}{adapter}"
+def weights_key(partition: str, adapter: str | None = None) -> str:
+    """What a manifest calls weights of the transformer: those of a partition, or an adapter's for it."""
+    return partition if adapter is None else f"{partition}+{adapter}"

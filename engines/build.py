@@ -8,13 +8,13 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from engines.adapters import binding_name
+from engines.adapters import weights_key
 from engines.backend import installed
 from engines.declaration import describe_checkpoint, describe_exporter, describe_graph
 from engines.graph_steps import GraphSteps
@@ -25,6 +25,7 @@ from engines.plan import Workload, make_plan
 from engines.profile import Partition, Profile
 from engines.quality import weights_of
 from engines.quantise_step import QuantiseStep
+from engines.sessions.modulation import MODULATION
 from engines.steps import Ledger, Product, Record, Step, StepEvent, StepReport, Work
 from engines.store import (
     LOCK,
@@ -33,11 +34,15 @@ from engines.store import (
     WEIGHTS,
     AdapterRecord,
     Begun,
+    CheckpointRecord,
     EngineStore,
     Manifest,
+    Region,
+    WeightFile,
     rebuild_command,
 )
 from engines.switchable import Switchable, switchables
+from engines.table_step import TABLES, TableStep, TableWeights
 from engines.tensorrt_steps import TensorRTSteps
 from engines.weight_table import WeightTable
 from export.artifacts.artifact import Artifact
@@ -47,8 +52,9 @@ from export.checkpoint.expressions import Stored
 from export.checkpoint.outline import Outline
 from export.graphs.graph import Graph
 from export.graphs.model import check_consumption
+from plugins.distilled import PinnedSchedule
 
-PRODUCTS = ("engines", "portable", "tokenizer", "weights")
+PRODUCTS = ("engines", "portable", "tokenizer", TABLES, "weights")
 """Directories of a store that hold nothing but what steps have made."""
 
 
@@ -122,7 +128,10 @@ def build(
 
 
 class _Plan:
-    """The steps of one build. A graph is built once, for the first partition; the others only bind their weights."""
+    """The steps of one build. A graph is built once, for the first partition; the others only bind their weights.
+
+    The engines that make a student's tables are built like the others, and left out of the manifest.
+    """
 
     def __init__(
         self,
@@ -133,8 +142,9 @@ class _Plan:
         reproduce: Callable[[str], str],
         work: Work,
     ) -> None:
+        self._checkpoint, self._written, self._root, self._work = checkpoint, profile, root, work
+        profile = profile.serving(checkpoint.student)
         _check_partitions(checkpoint, profile)
-        self._checkpoint = checkpoint
         self._profile = profile
         self._first = profile.partitions[0]
         plan = make_plan(profile, Outline.read(checkpoint.root), Workload()) if profile.on_gpu else None
@@ -147,9 +157,15 @@ class _Plan:
             return TensorRTSteps(graph, bind(graph), root, profile, plan, reproduce, work)
 
         weights = root / WEIGHTS
-        self._graphs = {
+        everything = {
             p: [steps(graph) for graph in profile_graphs(checkpoint, profile, p, weights)] for p in profile.partitions
         }
+        self._modulation = {
+            p: {g.graph.name: g for g in graphs if g.graph.name in MODULATION} for p, graphs in everything.items()
+        }
+        spared = self._modulation[self._first] if checkpoint.student else {}
+        self._graphs = {p: [g for g in graphs if g.graph.name not in spared] for p, graphs in everything.items()}
+        self._spared = tuple(spared.values())
         self._offered = {one.name: _Offered(one, [bind(graph) for graph in one.graphs]) for one in offered}
         # All adapters with low-rank sides have the same engines, over files of their own.
         self._with_sides = [steps(graph) for one in offered[:1] if one.mode == "low_rank" for graph in one.graphs]
@@ -174,9 +190,65 @@ class _Plan:
         ]
         for graph in self._engines:
             steps += graph.steps(checkpoint, exporter, self._weights)
+        spared = WeightTable((graph.binding for graph in self._spared), {})
+        for graph in self._spared:
+            steps += graph.steps(checkpoint, exporter, spared)
+        made = [step.name for step in steps if step.name.startswith("modulation.")]
+        steps += [table.step(["tokenizer", *made]) for table in self._tables]
         if self._profile.weights == "baked":
             steps += [s for p, graphs in self._graphs.items() for g in graphs for s in g.bake_steps(p, self._weights)]
         return [*steps, self._manifest(tuple(step.name for step in steps))]
+
+    @cached_property
+    def _tables(self) -> tuple[TableStep, ...]:
+        """The tables of a student's schedule, and of those of adapters that change the modulation's weights."""
+        student, found = self._checkpoint.student, []
+        if student is not None:
+            found += [self._table(student.schedule, p, None, TableWeights.of(g)) for p, g in self._modulation.items()]
+        for name, one in self._offered.items():
+            if changed := one.switchable.modulation:
+                own = TableWeights.of(self._modulation[one.switchable.partition]).changed(changed)
+                schedule = one.switchable.artifact.distilled.schedule
+                found.append(self._table(schedule, one.switchable.partition, name, own))
+        return tuple(found)
+
+    def _table(
+        self, schedule: PinnedSchedule, partition: Partition, adapter: str | None, weights: TableWeights
+    ) -> TableStep:
+        return TableStep(
+            schedule,
+            adapter,
+            partition,
+            self._modulation[self._first],
+            weights,
+            self._checkpoint.dimensions.denoiser,
+            self._profile,
+            self._root,
+            self._work,
+            self._assemble,
+        )
+
+    def _assemble(
+        self,
+        records: Mapping[str, Record],
+        partition: Partition,
+        instances: Mapping[str, int],
+        files: Sequence[WeightFile],
+        bindings: Mapping[str, Sequence[Mapping[str, Region]]],
+    ) -> Manifest:
+        """What the engines that make tables run under."""
+        engines = {name: self._modulation[self._first][name].engine_record(records) for name in instances}
+        return Manifest(
+            schema_version=SCHEMA_VERSION,
+            profile=self._profile,
+            versions=installed(self._profile.backend),
+            checkpoint=self._checkpoint_record,
+            dimensions=self._checkpoint.dimensions,
+            tokenizer=records["tokenizer"].files[0],
+            graphs={name: engine.model_copy(update={"instances": instances[name]}) for name, engine in engines.items()},
+            weight_files=tuple(files),
+            bindings={partition: {name: tuple(map(dict, bound)) for name, bound in bindings.items()}},
+        )
 
     def _bind(self, partition: Partition, exporter: Mapping[str, Any]) -> Step:
         graphs = self._graphs[partition]
@@ -254,6 +326,7 @@ class _Plan:
                     "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs}
                     | {one.bound_as: records[one.step].facts for one in self._offered.values()},
                     "adapters": {name: one.record.model_dump() for name, one in self._offered.items()},
+                    "tables": {table.key: table.record(records).model_dump() for table in self._tables},
                 }
             )
         )
@@ -265,16 +338,18 @@ class _Plan:
         exported: dict[str, str] = records[f"{first}.emit"].facts["versions"]
         return exported | installed(self._profile.backend)
 
+    @property
+    def _checkpoint_record(self) -> CheckpointRecord:
+        checkpoint = self._checkpoint
+        return CheckpointRecord(root=str(checkpoint.root), layout=checkpoint.layout, fingerprint=checkpoint.fingerprint)
+
     def _about(self) -> dict[str, Any]:
         """The part of the manifest that no step has to find out."""
         checkpoint = self._checkpoint
         return {
-            "profile": self._profile.model_dump(mode="json"),
-            "checkpoint": {
-                "root": str(checkpoint.root),
-                "layout": checkpoint.layout,
-                "fingerprint": checkpoint.fingerprint,
-            },
+            "profile": self._written.model_dump(mode="json"),
+            "checkpoint": self._checkpoint_record.model_dump(),
+            "student": checkpoint.student and checkpoint.student.model_dump(mode="json"),
             "dimensions": checkpoint.dimensions.model_dump(mode="json"),
             "weight_files": self._weights.files_json,
         }
@@ -290,7 +365,7 @@ class _Offered:
     @property
     def bound_as(self) -> str:
         """What its weights are bound as."""
-        return binding_name(self.switchable.partition, self.switchable.name)
+        return weights_key(self.switchable.partition, self.switchable.name)
 
     @property
     def step(self) -> str:

@@ -21,11 +21,14 @@ QUANTISED: tuple[Linears, ...] = ("fp8", "nvfp4")
 
 LOSSLESS = "lossless"
 
+UNCHANGED: tuple[BlockAttention, ...] = ("dense", "vsa")
+"""How blocks attend in models as they are released, students among them."""
+
 
 def tier_name(linears: Linears, attention: BlockAttention) -> str:
     """The name of a tier, such as "lossless", "skip" or "fp8+sage"."""
     changes = [linears] if linears in QUANTISED else []
-    return "+".join([*changes, *([attention] if attention != "dense" else [])]) or LOSSLESS
+    return "+".join([*changes, *([attention] if attention not in UNCHANGED else [])]) or LOSSLESS
 
 
 TIERS: dict[str, tuple[Linears, BlockAttention]] = {

@@ -11,18 +11,19 @@ import math
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from engines import machine
-from engines.adapters import AdapterMode, binding_name, has_sides, low_rank_name, without_sides
+from engines.adapters import AdapterMode, has_sides, low_rank_name, weights_key, without_sides
 from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile, ProfileError
-from engines.quality import weights_of
-from plugins.dimensions import Dimensions
+from engines.quality import Tier, weights_of
+from plugins.block_attention import BlockAttention
+from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions, Dimensions
 from plugins.distilled import Distilled
 
 SCHEMA_VERSION = 4
@@ -198,16 +199,27 @@ class AdapterRecord(_Record):
     path: str
 
 
+class Extent(NamedTuple):
+    """Where in its file a tensor lies: offset from the file's start in bytes, and its shape."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+
 class TableRecord(_Record):
     """The AdaLN parameters of a pinned schedule, computed when the store was built.
 
     The safetensors file holds, in the modulation graphs' dtype, `blocks` [forwards, layers, M*3, 6*hidden] and `head`
-    [forwards, M, 2*hidden]. `weights_sha256` is of the weights that it was made from, `timesteps` [forwards][M] are the
-    slots' (float32); `engine` is the key of the engine that made it.
+    [forwards, M, 2*hidden]. `weights_sha256` is of the weights that it was made from, of `weights_bytes` in all, and
+    `timesteps` [forwards][M] are the slots' (float32); `engine` is the key of the engine that made it.
     """
 
     file: FileRecord
+    dtype: Dtype
+    blocks: Extent
+    head: Extent
     weights_sha256: str
+    weights_bytes: int
     timesteps: tuple[tuple[float, ...], ...]
     engine: str
 
@@ -258,7 +270,9 @@ class Manifest(_Record):
     sides read those of the graphs without, and an adapter's.
 
     student: the checkpoint is one that has this schedule and no other. adapters: by name, what requests may choose
-    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the name of student or adapter.
+    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the same keys as `bindings`. A
+    store of a student has no modulation graphs, and binds none of their weights: it has a table for each partition.
+    `profile` is as it was written; `attention`, `tiers` and `partitions` are what it is for the checkpoint.
     """
 
     schema_version: int
@@ -282,14 +296,52 @@ class Manifest(_Record):
 
     def changes(self, adapter: str, graph: str) -> bool:
         """Whether an adapter has weights of a graph's."""
-        return weights_of(graph) in self.bindings[binding_name(self.adapters[adapter].partition, adapter)]
+        return weights_of(graph) in self.bindings[weights_key(self.adapters[adapter].partition, adapter)]
 
     def regions(self, graph: str, instance: int, partition: Partition, adapter: str | None = None) -> dict[str, Region]:
         """Where each weight of an instance lies: the partition's, and the adapter's in place of them or beside them."""
         own = self.bindings[partition][without_sides(graph)][instance]
         if adapter is None or not self.changes(adapter, graph):
             return own
-        return own | self.bindings[binding_name(partition, adapter)][weights_of(graph)][instance]
+        return own | self.bindings[weights_key(partition, adapter)][weights_of(graph)][instance]
+
+    @property
+    def serving(self) -> Profile:
+        """The profile as it is for this checkpoint."""
+        return self.profile.serving(self.student)
+
+    @property
+    def attention(self) -> BlockAttention:
+        """How the blocks attend in requests that choose no tier."""
+        return self.serving.attention.blocks
+
+    @property
+    def further_attention(self) -> tuple[BlockAttention, ...]:
+        """The attentions that have an engine of their own beside that of `attention`."""
+        return self.serving.further_attention
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of quality that requests may choose; the first is that of requests that choose none."""
+        return self.serving.tiers
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """The transformers that are served."""
+        return self.serving.partitions
+
+    def bound_bytes(self, graphs: Collection[str]) -> int:
+        """Bytes of weights that some graphs are bound to, those of all partitions together, each region once."""
+        dtypes = {(graph, weight.name): weight.dtype for graph, e in self.graphs.items() for weight in e.weights}
+        found = {
+            region: region.nbytes(dtypes[graph, name])
+            for partition in self.partitions
+            for graph, instances in self.bindings[partition].items()
+            if graph in graphs
+            for regions in instances
+            for name, region in regions.items()
+        }
+        return sum(found.values())
 
 
 class EngineStore:
@@ -320,7 +372,7 @@ class EngineStore:
             store._verify_file(record)
         for weights in store.manifest.weight_files:
             store._verify_weights(weights)
-        for problem in store._unbound():
+        for problem in (*store._unbound(), *store._untabled()):
             raise store._error(f"{root / MANIFEST}: {problem}")
         return store
 
@@ -362,7 +414,8 @@ class EngineStore:
         engines = self.manifest.graphs.values()
         baked = [file for engine in engines for files in engine.baked.values() for file in files]
         layers = [engine.plan.layers for engine in engines if engine.plan is not None]
-        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked, *layers]
+        tables = [table.file for table in self.manifest.tables.values()]
+        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked, *layers, *tables]
 
     def _verify_backend(self) -> None:
         package = self.manifest.profile.backend
@@ -436,7 +489,7 @@ class EngineStore:
 
     def _unbound(self) -> Iterator[str]:
         """Instances whose weights are not those of their graph, each within one of the weight files."""
-        for partition in self.manifest.profile.partitions:
+        for partition in self.manifest.partitions:
             bound = self.manifest.bindings.get(partition, {})
             for name, engine in self.manifest.graphs.items():
                 if not has_sides(name):
@@ -446,7 +499,7 @@ class EngineStore:
 
     def _unbound_of(self, adapter: str, record: AdapterRecord) -> Iterator[str]:
         """The same of the graphs that an adapter changes."""
-        key = binding_name(record.partition, adapter)
+        key = weights_key(record.partition, adapter)
         graphs, own = self.manifest.graphs, self.manifest.bindings.get(record.partition, {})
         for name, changed in self.manifest.bindings.get(key, {}).items():
             engine = graphs.get(low_rank_name(name) if record.mode == "low_rank" else name)
@@ -468,8 +521,37 @@ class EngineStore:
                 what = wrong[0] if wrong else "a weight that the graph does not have"
                 yield f"{place}.{index}: {what}: not within the weight files"
 
+    def _untabled(self) -> Iterator[str]:
+        """Schedules that have no tables where they must, and tables that are not of a schedule."""
+        manifest = self.manifest
+        schedules = {weights_key(a.partition, name): a.distilled.schedule for name, a in manifest.adapters.items()}
+        if manifest.student is not None:
+            schedules |= dict.fromkeys(manifest.partitions, manifest.student.schedule)
+            for partition in manifest.partitions:
+                if partition not in manifest.tables:
+                    yield f"tables.{partition}: is missing; {manifest.student.name} pins its schedule"
+        for name, table in manifest.tables.items():
+            if name not in schedules:
+                yield f"tables.{name}: is of no student or adapter of the store"
+                continue
+            length = (self.root / table.file.path).stat().st_size
+            for problem in _misfits(table, schedules[name].forwards, manifest.dimensions.denoiser, length):
+                yield f"tables.{name}.{problem}"
+
     def _error(self, text: str) -> StoreError:
         return StoreError(f"{text}; {rebuild_advice(self.root)}")
+
+
+def _misfits(table: TableRecord, forwards: int, size: DenoiserDimensions, length: int) -> Iterator[str]:
+    """What tables of a schedule of so many forwards have against them, in a file of so many bytes."""
+    if [len(slots) for slots in table.timesteps] != [TIMESTEP_SLOTS] * forwards:
+        yield f"timesteps: {forwards} steps of {TIMESTEP_SLOTS} slots expected"
+    blocks = (forwards, size.layers, TIMESTEP_SLOTS * MODALITIES, 6 * size.hidden)
+    head = (forwards, TIMESTEP_SLOTS, 2 * size.hidden)
+    for name, extent, shape in (("blocks", table.blocks, blocks), ("head", table.head, head)):
+        nbytes = math.prod(shape) * ITEM_BYTES[table.dtype]
+        if extent.shape != shape or not 0 <= extent.offset <= length - nbytes:
+            yield f"{name}: {list(shape)} within the file's {length:,} bytes expected"
 
 
 def _lies_in(sizes: list[int], region: Region | None, dtype: Dtype) -> bool:

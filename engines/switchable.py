@@ -16,7 +16,7 @@ from export.artifacts.fits import partition_of
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Stored, Weight
 from export.graphs.graph import Graph
-from export.low_rank import largest_rank, low_rank_sides, plan_low_rank
+from export.low_rank import largest_rank, low_rank_sides, modulation_sides, plan_low_rank
 from export.merged import merged_weights
 from export.passes.add_low_rank import add_low_rank
 from export.passes.quantise_linears import quantise_linears
@@ -41,7 +41,8 @@ class Switchable:
     """One adapter of a store.
 
     `graphs` are those that it changes over its weights, which `file` has: with low-rank sides, they are engines of
-    their own, of which each adapter has the same; merged, they are the partition's.
+    their own, of which each adapter has the same; merged, they are the partition's. `modulation` are the weights of
+    AdaLN that it changes, by the keys of the stored tensors; they are merged in either mode.
     """
 
     artifact: Artifact
@@ -49,6 +50,7 @@ class Switchable:
     mode: AdapterMode
     graphs: tuple[Graph, ...]
     file: Sidecar
+    modulation: Mapping[str, Weight]
 
     @property
     def name(self) -> str:
@@ -99,24 +101,28 @@ def _low_rank(checkpoint: Checkpoint, profile: Profile, artifact: Artifact, rank
     planned = plan_low_rank(artifact, checkpoint, partition, rank, weights)
     own = (g for g in profile_graphs(checkpoint, profile, partition, weights) if weights_of(g.name) in ADAPTED)
     graphs = tuple(replace(add_low_rank(graph, planned.tensors), name=low_rank_name(graph.name)) for graph in own)
-    return Switchable(artifact, partition, "low_rank", graphs, planned.file)
+    modulation = merged_weights(checkpoint, partition, modulation_sides(artifact, Base.of(checkpoint)))
+    return Switchable(artifact, partition, "low_rank", graphs, planned.file, modulation)
 
 
 def _merged(checkpoint: Checkpoint, profile: Profile, artifact: Artifact, weights: Path) -> Switchable:
     """Only the linears are merged, which are quantised together or not at all."""
     partition = partition_of(artifact.distilled)
-    changed = merged_weights(checkpoint, partition, low_rank_sides(artifact, Base.of(checkpoint)))
+    base = Base.of(checkpoint)
+    changed = merged_weights(checkpoint, partition, low_rank_sides(artifact, base))
+    modulation = merged_weights(checkpoint, partition, modulation_sides(artifact, base))
     declared = [g for g in declared_graphs(checkpoint, profile, partition) if g.name in ADAPTED]
     graphs = [_over(graph, changed) for graph in declared]
     stem = f"adapter.{partition}.{artifact.distilled.name}"
     scheme = profile.precision.denoiser
     if scheme == "fp8" or scheme == "nvfp4":
         file = plan_sidecar(graphs, scheme, weights, f"{stem}.{scheme}")
-        return Switchable(artifact, partition, "merged", tuple(quantise_linears(g, file) for g in graphs), file)
+        quantised = tuple(quantise_linears(graph, file) for graph in graphs)
+        return Switchable(artifact, partition, "merged", quantised, file, modulation)
     file = plan_file({weight: key for key, weight in changed.items()}, PLAIN, weights, stem)
     placed = {key: file.weights[weight]["weight"] for key, weight in changed.items()}
     graphs = [_over(graph, placed) for graph in declared]
-    return Switchable(artifact, partition, "merged", tuple(graphs), file)
+    return Switchable(artifact, partition, "merged", tuple(graphs), file, modulation)
 
 
 def _over(graph: Graph, changed: Mapping[str, Weight]) -> Graph:

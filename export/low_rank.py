@@ -73,6 +73,16 @@ def low_rank_sides(artifact: Artifact, base: Base) -> dict[str, LowRank]:
     return found
 
 
+def modulation_sides(artifact: Artifact, base: Base) -> dict[str, LowRank]:
+    """What an adapter adds to AdaLN projections, by their diffusers names; nothing in most. Raises LowRankError."""
+    patches = {name: p for name in base.adaln_linears if (p := artifact.patches.get(f"{name}.weight")) is not None}
+    for name, patch in patches.items():
+        if patch != Patch(patch.low_rank):
+            rule = "an adapter that requests choose changes AdaLN by low-rank differences alone"
+            raise LowRankError(f"{artifact.path}: {name}: {rule}; make a model of it with: h3trt adapters fuse")
+    return {name: patch.low_rank for name, patch in patches.items() if patch.low_rank is not None}
+
+
 def largest_rank(artifacts: Iterable[Artifact], base: Base) -> int:
     """The rank that serves all of some adapters. Raises LowRankError."""
     sides = (side for artifact in artifacts for side in low_rank_sides(artifact, base).values())

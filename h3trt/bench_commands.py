@@ -23,6 +23,7 @@ class Subject(StrEnum):
     """What can be measured."""
 
     ATTENTION = "attention"
+    VSA = "vsa"
     GEMM = "gemm"
     ROWS = "rows"
     BLOCK = "block"
@@ -57,7 +58,8 @@ def bench(
 ) -> None:
     """Measure on this machine's GPU, at released dimensions, with random weights and data.
 
-    attention: kernels, their errors, and what skipping saves. gemm: the block's products. rows: the work between them.
+    attention: kernels, their errors, and what skipping saves. vsa: attention to video tiles alone.
+    gemm: the block's products. rows: the work between them.
     tail: decoding and encoding one after the other and side by side, on a GPU or with the profile cpu.
     block: one transformer block beside diffusers'. adapters: blocks with an adapter in either mode beside the base's,
     and what changing adapters between requests costs; of a store, with those that it offers. denoiser: whole forwards,
@@ -136,13 +138,14 @@ def _quality(store: Path | None, profile: str, work: Path, params: Mapping[str, 
 
 def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards: int) -> Callable[[], dict[str, Any]]:
     """What is to be measured, ready to be called."""
-    from bench import adapters, attention, block, denoiser, end_to_end, gemm, packages, vae
+    from bench import adapters, attention, block, denoiser, end_to_end, gemm, packages, vae, vsa
     from bench import rows as row_work
     from engines.plan import released_outline
 
     size = released_outline().dimensions.denoiser
     return {
         Subject.ATTENTION: lambda: attention.measure(rows),
+        Subject.VSA: vsa.measure,
         Subject.GEMM: lambda: gemm.measure(size, rows),
         Subject.ROWS: lambda: row_work.measure(size, rows),
         Subject.BLOCK: lambda: block.measure(work, rows),

@@ -19,8 +19,9 @@ from h3trt.exits import CommandError, Exit
 
 if TYPE_CHECKING:
     from engines.build import BuildReport
-    from engines.store import EngineRecord
+    from engines.store import EngineRecord, Manifest
     from export.checkpoint import Checkpoint
+    from plugins.distilled import Distilled
 
 # What the commands call is imported inside them: `h3trt --help` answers at once, and a serving host has no exporter.
 
@@ -298,11 +299,31 @@ def _inspect_store(path: Path) -> None:
     precision = ", ".join(f"{component} {arithmetic}" for component, arithmetic in manifest.profile.precision)
     console.line(f"profile {manifest.profile.name}: {manifest.profile.backend}, {precision}")
     console.line(f"checkpoint {manifest.checkpoint.root} ({manifest.checkpoint.layout})")
+    if manifest.student is not None:
+        _tell_folded(manifest, manifest.student)
     rows = [
         (name, str(engine.instances), str(len(engine.weights)), _difference(engine), f"{engine.tolerance:.1e}")
         for name, engine in manifest.graphs.items()
     ]
     console.table("engines", ("graph", "instances", "weights", "difference", "tolerance"), rows)
+
+
+def _tell_folded(manifest: Manifest, student: Distilled) -> None:
+    """The schedule of a store that has one, and the weights that it has been spared."""
+    from engines.profile import component_of
+
+    schedule, folded = student.schedule, sum(manifest.tables[one].weights_bytes for one in manifest.partitions)
+    loop = manifest.bound_bytes([graph for graph in manifest.graphs if component_of(graph) == "denoiser"])
+    context = manifest.bound_bytes(["context"])
+    console.line(
+        f"{student.name}: {', '.join(student.tasks)} in {schedule.forwards} forwards, shifts {schedule.video_shift:g} "
+        f"and {schedule.audio_shift:g}"
+    )
+    console.line(
+        f"transformer: {amount(loop + context + folded)}, of which {amount(loop)} in every forward, "
+        f"{amount(context)} once a request, and {amount(folded)} in the build alone, which made the "
+        f"tables of its schedule of them"
+    )
 
 
 def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engines import machine
-from engines.adapters import binding_name, has_sides, without_sides
+from engines.adapters import has_sides, weights_key, without_sides
 from engines.profile import component_of
 from engines.quality import weights_of
 from engines.sessions.backend import Opening
@@ -82,7 +82,7 @@ class BoundWeights:
         if not changed or has_sides(graph):
             yield without_sides(graph), partition
         if changed:
-            yield weights_of(graph), binding_name(partition, adapter)
+            yield weights_of(graph), weights_key(partition, adapter)
 
     def _acquired(self, group: Group, graph: str, bound_as: str, instance: int) -> dict[str, BoundWeight]:
         memory, offsets = group.device.acquire(instance), group.units.offsets[instance]
@@ -161,7 +161,7 @@ def _adapter_sets(opening: Opening) -> Iterator[_WeightSet]:
     manifest = opening.store.manifest
     for adapter, record in manifest.adapters.items():
         if record.partition in opening.partitions:
-            bound_as = binding_name(record.partition, adapter)
+            bound_as = weights_key(record.partition, adapter)
             changed = [graph for graph in manifest.bindings[bound_as] if graph in opening.graphs]
             for name, graphs in groups(changed).items():
                 engines = tuple(manifest.engine_of(graph, adapter) for graph in graphs)

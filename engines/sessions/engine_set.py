@@ -56,9 +56,9 @@ class EngineSet:
         """
         opened = store if isinstance(store, EngineStore) else EngineStore.open(store)
         manifest = opened.manifest
-        chosen_graphs, chosen_partitions = list(graphs or manifest.graphs), list(partitions or manifest.bindings)
+        chosen_graphs, chosen_partitions = list(graphs or manifest.graphs), list(partitions or manifest.partitions)
         _check_present("graph", chosen_graphs, manifest.graphs, opened.root)
-        _check_present("partition", chosen_partitions, manifest.bindings, opened.root)
+        _check_present("partition", chosen_partitions, manifest.partitions, opened.root)
         return EngineSet(opened, chosen_graphs, chosen_partitions)
 
     def run(

@@ -18,13 +18,12 @@ from export.checkpoint.errors import CheckpointError
 from export.checkpoint.safetensors_file import DTYPE_NAMES, Declared
 from export.checkpoint.shards import ComponentFiles, read_files
 from export.checkpoint.strict_json import read_object
+from export.checkpoint.tree import CONTRACT, DENOISER_FOLDERS, DIFFUSERS_STEM
 from plugins.distilled import Distilled, PinnedSchedule, VideoSparse
 
-CONTRACT = "fastvideo_inference.json"
 PROVENANCE = "provenance.json"
 INDEX = "modular_model_index.json"
-TRANSFORMER = "transformer"
-STEM = "diffusion_pytorch_model"
+TRANSFORMER = DENOISER_FOLDERS["fl2va"]
 
 RUNGS = (999, 874, 749, 624, 500, 375, 250, 125)
 """Thousandths of the base positions; 0 follows."""
@@ -101,7 +100,7 @@ def read_fasth3_v2(root: Path) -> WholeStudent:
     revision = _revision(root / PROVENANCE)
     file = root / TRANSFORMER / "config.json"
     config = parse(denoiser.DenoiserConfig, constructor_arguments(read_object(file)), file)
-    files = read_files(root / TRANSFORMER, STEM)
+    files = read_files(root / TRANSFORMER, DIFFUSERS_STEM)
     _check_tensors(files, denoiser.tensors(config, gates=True))
     return WholeStudent(root, DISTILLED, config, files, revision)
 

@@ -11,6 +11,9 @@ from export.checkpoint.recipes import QKVLayout
 
 _SHARED = {"norm1.weight": "norm1.weight", "norm2.weight": "norm2.weight"}
 
+_GATE = {"attention.gate.weight": "attn.to_gate_compress.weight"}
+"""In either layout, of a model that was trained to attend to video tiles; its refiner's blocks have none."""
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -21,6 +24,8 @@ class BlockLayout:
     blocks: str
     refiner_blocks: str
     keys: Mapping[str, str]
+    gated: bool = False
+    """Whether the blocks attend to video tiles, and have a gate for it."""
 
     def weights(self, stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
         """The stored tensors of the block at `prefix`, by the block's parameter names."""
@@ -64,5 +69,15 @@ DIFFUSERS = BlockLayout(
 
 def block_layout(checkpoint: Checkpoint, partition: str) -> BlockLayout:
     """The layout of a partition's blocks."""
-    layout = {"native": NATIVE, "diffusers": DIFFUSERS}[checkpoint.layout]
-    return replace(layout, qkv=checkpoint.qkv_layout("denoiser", partition))
+    qkv = checkpoint.qkv_layout("denoiser", partition)
+    # Only diffusers splits the projections; a student's transformer may have another layout than its base.
+    return DIFFUSERS if qkv == "split" else replace(NATIVE, qkv=qkv)
+
+
+def gated_layout(checkpoint: Checkpoint, partition: str) -> BlockLayout:
+    """The layout of a partition's blocks other than the refiner's, with their gates if the first one has any."""
+    layout = block_layout(checkpoint, partition)
+    gate = next(iter(_GATE.values()))
+    if f"{layout.blocks}.0.{gate}" not in checkpoint.stored("denoiser", partition):
+        return layout
+    return replace(layout, keys={**layout.keys, **_GATE}, gated=True)

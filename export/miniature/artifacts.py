@@ -15,6 +15,7 @@ from export.artifacts.pieces import PEFT_ROLES
 from export.checkpoint.components import denoiser
 from export.checkpoint.recipes import native_declarations
 from export.checkpoint.safetensors_file import Declared, write_sparse, write_tensors
+from export.checkpoint.tree import CONTRACT, DIFFUSERS_STEM
 from export.miniature import values
 from export.miniature.draw import Draw
 from export.miniature.files import Content, diffusers_config, write_component, write_json
@@ -126,7 +127,7 @@ class _Writer:
     def fasth3_v2(self) -> None:
         root = self.directory / FOLDERS["fasth3_v2"]
         write_json(root / fasth3_v2.INDEX, {"_class_name": "MiniMaxH3ModularPipeline"})
-        write_json(root / fasth3_v2.CONTRACT, {**fasth3_v2.REQUIRED, "num_inference_steps": fasth3_v2.SIGMA_POINTS})
+        write_json(root / CONTRACT, {**fasth3_v2.REQUIRED, "num_inference_steps": fasth3_v2.SIGMA_POINTS})
         write_json(root / fasth3_v2.PROVENANCE, {"base_model": f"hf://{fasth3.BASE_MODEL}@{'0' * 40}"})
         shifts = {"scheduler": fasth3_v2.VIDEO_SHIFT, "audio_scheduler": fasth3_v2.AUDIO_SHIFT}
         for folder, shift in shifts.items():
@@ -136,7 +137,7 @@ class _Writer:
         arguments = config.model_dump(mode="json")
         write_json(place / "config.json", diffusers_config("MiniMaxH3Transformer3DModel", arguments))
         declared = denoiser.tensors(config, gates=True)
-        write_component(place, fasth3_v2.STEM, 2, Content(declared, self._student()))
+        write_component(place, DIFFUSERS_STEM, 2, Content(declared, self._student()))
 
     def _student(self) -> dict[str, torch.Tensor] | None:
         if self.seed is None:

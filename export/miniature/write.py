@@ -15,7 +15,7 @@ from export.checkpoint.components import audio_vae, denoiser, text_encoder, vide
 from export.checkpoint.hashes import write_sums
 from export.checkpoint.recipes import native_declarations, to_native
 from export.checkpoint.safetensors_file import Declared
-from export.checkpoint.tree import DENOISER_FOLDERS, NATIVE_FOLDERS, PARTITIONS, LayoutName
+from export.checkpoint.tree import DENOISER_FOLDERS, NATIVE_FOLDERS, PARTITIONS, TASKS, LayoutName
 from export.miniature import processor, sizes, values
 from export.miniature.artifacts import write_artifacts
 from export.miniature.draw import Draw
@@ -23,7 +23,6 @@ from export.miniature.files import Content, diffusers_config, write_component, w
 from export.miniature.tokenizer import TokenizerFiles, train
 
 VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
-TASKS = {"fl2va": ["t2va", "fl2va"], "ref2va": ["ref2va"]}
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ def _native_index(partition: str) -> dict[str, Any]:
         "_minimax_h3": {
             "schema_version": 1,
             "partition": partition,
-            "tasks": TASKS[partition],
+            "tasks": list(TASKS[partition]),
             "task_aliases": {},
             "sigma_shift_scales": {"video": VIDEO_SHIFT, "audio": AUDIO_SHIFT},
         },

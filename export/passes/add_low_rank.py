@@ -116,10 +116,11 @@ class _Side:
 
     def wrap(self, base: nn.Module, tensors: Mapping[str, Weight], dtype: torch.dtype) -> nn.Module:
         """The module with its side; all instances have the same shapes."""
-        sides = {
-            part: LowRank(*(tensors[f"{self.linear(name, 0)}.{kind}"].shape for kind in (DOWN, UP)), dtype)
+        shapes = {
+            part: [tensors[f"{self.linear(name, 0)}.{kind}"].shape for kind in (DOWN, UP)]
             for part, name in self.names.items()
         }
+        sides = {part: LowRank(down, up, dtype) for part, (down, up) in shapes.items()}
         return LowRankProjections(base, sides) if isinstance(base, Projections) else LowRankLinear(base, sides[""])
 
 
