@@ -174,7 +174,7 @@ def build_engines(
 
 def _adapters(files: Sequence[Path], checkpoint: Path) -> list[Artifact]:
     """The adapters of some files, which must fit the checkpoint."""
-    from export.artifacts.artifact import Artifact
+    from export.artifacts.artifact import Artifact as Adapter
     from export.artifacts.read import open_artifact
     from export.checkpoint import Checkpoint
 
@@ -182,7 +182,7 @@ def _adapters(files: Sequence[Path], checkpoint: Path) -> list[Artifact]:
     found = []
     for file in files:
         artifact = open_artifact(file, base)
-        if not isinstance(artifact, Artifact):
+        if not isinstance(artifact, Adapter):
             rule = "is a whole student, not an adapter; make a checkpoint of it with: h3trt adapters fuse"
             raise CommandError(f"{file}: {rule}", Exit.CHECKPOINT)
         found.append(artifact)
