@@ -20,6 +20,7 @@ from h3trt.exits import CommandError, Exit
 if TYPE_CHECKING:
     from engines.build import BuildReport
     from engines.store import EngineRecord, Manifest
+    from export.artifacts.artifact import Artifact
     from export.checkpoint import Checkpoint
     from plugins.distilled import Distilled
 
