@@ -190,7 +190,7 @@ def baked_caller(folder: Path, engines: EngineSet, rows: int) -> Callable[[], to
 
 def block_inputs(engines: EngineSet, rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random inputs of a block; the angles are angles."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = torch.Generator(engines.device).manual_seed(seed)
     specs = engines.manifest.graphs["block"].inputs
     drawn = {spec.name: draw_input(spec, {"rows": rows}, generator, TABLE_ROWS) for spec in specs}
     drawn["modulation"] *= 0.1
