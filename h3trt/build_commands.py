@@ -278,6 +278,8 @@ def inspect(
         raise CommandError(f"{path}: is not a checkpoint's directory, which --verify-hashes needs")
     if is_plan:
         _inspect_plan(path, svg, rows)
+    elif path.suffix == ".safetensors":
+        raise CommandError(f"{path}: name a checkpoint's directory; of an adapter: h3trt adapters inspect {path}")
     elif path.is_file():
         _inspect_clip(path)
     elif (path / MANIFEST).is_file():
