@@ -85,8 +85,8 @@ class _Reader:
         if "injected" in pieces:
             return {weight: self._injected(weight, pieces)}
         found: dict[str, Patch] = {}
-        if changes := {role: stored for role, stored in pieces.items() if role != "bias_difference"}:
-            found[weight] = self._weight(module, changes)
+        if set(pieces) != {"bias_difference"}:
+            found[weight] = self._weight(module, pieces)
         if "bias_difference" in pieces:
             found[bias] = Patch(difference=self._difference(pieces["bias_difference"], self._declared(bias, pieces)))
         return found
@@ -99,8 +99,7 @@ class _Reader:
         added = None if difference is None else self._difference(difference, declared)
         if {"down", "up"}.isdisjoint(pieces):
             return Patch(difference=added)
-        pair = {role: stored for role, stored in pieces.items() if role in ("down", "up")}
-        return Patch(self._pairing.low_rank(module, pair, declared.shape or ()), added)
+        return Patch(self._pairing.low_rank(module, pieces, declared.shape or ()), added)
 
     def _injected(self, name: str, pieces: Pieces) -> Patch:
         stored = pieces["injected"]

@@ -28,7 +28,7 @@ PEFT_ROLES: Mapping[str, Role] = {".lora_A.default.weight": "down", ".lora_B.def
 """Suffixes of adapters that the PEFT library wrote."""
 
 
-def take_apart(header: Header, roles: Mapping[str, Role], prefix: str = "") -> dict[str, Pieces]:
+def take_apart(header: Header, roles: Mapping[str, Role], prefix: str = "") -> Mapping[str, Pieces]:
     """The pieces of each module. `roles` are by the suffix of a key, `prefix` is what every key begins with.
 
     Raises:
@@ -61,11 +61,11 @@ class Pairing:
         Raises:
             CheckpointError: one is missing, or a shape is not that of the rank and the weight.
         """
-        for role, name in (("down", "A"), ("up", "B")):
+        names: Mapping[Role, str] = {"down": "A", "up": "B"}
+        for role, name in names.items():
             if role not in pieces:
-                other = next(iter(pieces.values())).key
                 wanted = "lora_A and lora_B, one of each"
-                raise CheckpointError(self.file, module, wanted, f"{other} without lora_{name}")
+                raise CheckpointError(self.file, module, wanted, f"nothing that ends in lora_{name}, but the other")
         if len(shape) != 2:
             raise CheckpointError(self.file, pieces["down"].key, "a pair for a matrix only", f"a weight {list(shape)}")
         outputs, inputs = shape
