@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from engines import machine
+from engines.adapters import AdapterMode
 from engines.quality import Tier, further_engines
 from plugins.block_attention import ATTENTIONS, BlockAttention, ChosenAttention, skips
 from plugins.distilled import ArtifactTask, Distilled
@@ -183,6 +184,16 @@ class Attention(Skipping):
     refiner: Literal["dense"]
 
 
+class Adapters(_Table):
+    """How the store offers adapters that requests choose between.
+
+    "low_rank" takes little memory, and a little time in each of their requests; "merged" takes the memory of the
+    transformer's linears once more for each adapter, and no time.
+    """
+
+    mode: AdapterMode = "low_rank"
+
+
 class Ranks(_Table):
     """How many GPUs share each stage: the packed rows (Ulysses), the text encoder's tensors, the video tiles."""
 
@@ -247,6 +258,7 @@ class Profile(_Table):
     precision: Precision
     attention: Attention
     quality: dict[ChosenAttention, Skipping] = {}
+    adapters: Adapters = Adapters()
     ranks: Ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
     residency: Residency | None = None
     row_chunk: Annotated[int, Field(ge=0)] = 0

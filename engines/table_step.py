@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engines.adapters import weights_key
 from engines.build_host import missing_to_run
 from engines.declaration import source_hash, structure
 from engines.graph_steps import GraphSteps, Records
@@ -24,7 +25,7 @@ from engines.sessions.dtypes import NAMES
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import ADALN, TIME, embeddings, projections
 from engines.steps import Deferred, Product, Step, Work
-from engines.store import EngineStore, Extent, Manifest, Region, TableRecord, WeightFile, weight_file, weights_key
+from engines.store import EngineStore, Extent, Manifest, Region, TableRecord, WeightFile, weight_file
 from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.materialise import materialise
 from export.checkpoint.safetensors_file import read_header, write_tensors
@@ -54,6 +55,14 @@ class TableWeights:
     def of(graphs: Mapping[str, GraphSteps]) -> TableWeights:
         """Those that the graphs are bound to."""
         return TableWeights(graphs[TIME].binding.instances[0], tuple(graphs[ADALN].binding.instances))
+
+    def changed(self, weights: Mapping[str, Weight]) -> TableWeights:
+        """The same with others in place of the stored tensors of some keys."""
+
+        def replaced(instance: Instance) -> Instance:
+            return {n: weights.get(w.key, w) if isinstance(w, Stored) else w for n, w in instance.items()}
+
+        return TableWeights(replaced(self.time), tuple(map(replaced, self.adaln)))
 
     def structures(self, files: Sequence[Path]) -> list[dict[str, Any]]:
         """How each weight is made of tensors of those files, as JSON values."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from engines.adapters import weights_key
 from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import ADALN, MODULATION, embeddings, projections
-from engines.store import Partition, weights_key
+from engines.store import Partition
 from plugins.schedule import Schedule
 from runtime.attention import BlocksAttention
 from runtime.block import Blocks, open_blocks
@@ -28,7 +29,8 @@ class Sequence:
 
     text_rows [L, hidden]; row_order, timestep_index and modulation_index [S] int64, as in the layout; rotary cos and
     sin [S, 48] float32; target_video and target_audio: the generated rows of the packed sequence; condition_rows: of
-    video and audio, those that come first in the layout's streams; tiles: those that a student attends to, if it does.
+    video and audio, those that come first in the layout's streams; tiles: those that a student attends to, if it does;
+    adapter: what the transformer is changed by.
     """
 
     text_rows: torch.Tensor
@@ -41,6 +43,7 @@ class Sequence:
     target_audio: slice
     condition_rows: tuple[int, int]
     tiles: VideoTiles | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +76,17 @@ class Denoiser:
         self._stored = stored
         self._dimensions = engines.manifest.dimensions.denoiser
 
-    def sequence(self, text: torch.Tensor, layout: Layout) -> Sequence:
+    def sequence(self, text: torch.Tensor, layout: Layout, adapter: str | None = None) -> Sequence:
         """Everything independent of state and timestep, from conditioning [L, text_dim]: computed once a request.
 
-        Conditioning may come in the text encoder's dtype; it is cast to the one that `context` takes.
+        Conditioning may come in the text encoder's dtype; it is cast to the one that `context` takes. adapter: the one
+        that the request has chosen, for its forwards too.
         """
         dimensions, device = self._dimensions, self._engines.device
         (spec,) = self._engines.manifest.graphs["context"].inputs
         with self._engines.stage(("context",)):
-            text_rows = self._run("context", {"text": text.to(device, TORCH[spec.dtype])})["text_rows"]
+            given = {"text": text.to(device, TORCH[spec.dtype])}
+            text_rows = self._engines.run("context", given, 0, self._partition, adapter=adapter)["text_rows"]
         cos, sin = rotary_tables(layout.position_ids, dimensions.rope_frequencies, dimensions.rope_theta)
         return Sequence(
             text_rows,
@@ -94,6 +99,7 @@ class Denoiser:
             layout.target_audio,
             (layout.condition_video, layout.condition_audio),
             self._tiles(layout),
+            adapter,
         )
 
     def _tiles(self, layout: Layout) -> VideoTiles | None:
@@ -110,23 +116,22 @@ class Denoiser:
         conditions: State,
         state: State,
         units: Units,
-        adapter: str | None = None,
     ) -> Iterator[State]:
         """Yields the state after each Euler step, on the engines' device; the last one is the clean latents' rows.
 
-        conditions: rows that every step sees and none changes. adapter: the one that the request has chosen. The
-        schedule's tables are computed before its first step, unless the store has them. One unit a step; raises
-        `Cancelled` between blocks too, and ValueError when conditions are not as many as the layout's. After the last
-        step, the tiles that attention has left out are told, if it may leave out any.
+        conditions: rows that every step sees and none changes. The schedule's tables are computed before its first
+        step, unless the store has them. One unit a step; raises `Cancelled` between blocks too, and ValueError when
+        conditions are not as many as the layout's. After the last step, the tiles that attention has left out are told,
+        if it may leave out any.
         """
         if conditions.rows != sequence.condition_rows:
             raise ValueError(f"conditions: {conditions.rows} rows, the layout has {sequence.condition_rows}")
         conditions, state = (rows.to(self._engines.device) for rows in (conditions, state))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
         attention = BlocksAttention(self._engines, sequence.tiles)
-        blocks = open_blocks(self._engines, self._partition, rows, attention)
+        blocks = open_blocks(self._engines, self._partition, rows, attention, sequence.adapter)
         slots = schedule.slots()
-        stored = self._stored.get(weights_key(self._partition, adapter))
+        stored = self._stored.get(weights_key(self._partition, sequence.adapter))
         if stored is None:
             self._fill_cache(slots, units)
         for step, timesteps in enumerate(slots):

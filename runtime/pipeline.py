@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engines.adapters import low_rank_name
 from engines.profile import PARTITION_OF
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import MODULATION
@@ -212,12 +213,10 @@ class Pipeline:
         denoiser = self._denoisers[PARTITION_OF[resolved.task]]
         schedule = schedule_of(resolved)
         with self._stage("denoise"):
-            sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags))
+            sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags), resolved.adapter)
             for output in range(resolved.outputs):
                 conditions, start = self.start(resolved, encoded, output)
-                steps = denoiser.sample(
-                    sequence, schedule, resolved.quality, conditions, start, units, resolved.adapter
-                )
+                steps = denoiser.sample(sequence, schedule, resolved.quality, conditions, start, units)
                 yield itertools.chain((start,), steps)
 
     def _encode(self, taken: Taken, report: Reporter, cancellation: Cancellation) -> Encoded:
@@ -330,10 +329,12 @@ def media_options(media: Media) -> MediaOptions:
 
 def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
     """The engines of a store that each stage runs; a process that serves one stage opens only its own."""
-    blocks = block_graphs(manifest)
+    modulation = (graph for graph in MODULATION if graph in manifest.graphs)
+    denoise = ("context", *modulation, "prologue", *block_graphs(manifest), "epilogue")
+    with_sides = (graph for graph in map(low_rank_name, denoise) if graph in manifest.graphs)
     return {
         "encode": ("text_encoder.embedding", "text_encoder.layer", *VISION, *CONDITIONING),
-        "denoise": ("context", *(g for g in MODULATION if g in manifest.graphs), "prologue", *blocks, "epilogue"),
+        "denoise": (*denoise, *with_sides),
         "decode": ("video_decoder_tile", "audio_decoder"),
     }
 

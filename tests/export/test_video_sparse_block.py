@@ -128,9 +128,9 @@ def test_a_gate_is_quantised_as_the_other_projections_are(gated: dict[str, Denoi
         sidecar = plan_sidecar(graphs.values(), "fp8", tmp_path / name, "denoiser")
         sidecar.write()
         quantised = quantise_linears(graphs[graph], sidecar)
-        assert {w for w in quantised.weights[0] if "gate.weight" in w} == {
-            w for w in quantised.weights[0] if w.endswith(("attention.gate.weight.fp8", "attention.gate.weight.scale"))
-        }
+        gates = {name: w for name, w in quantised.weights[1].items() if "attention.gate." in name}
+        assert [name.rpartition(".")[2] for name in gates] == ["weight", "weight_scale"]
+        assert {stored.file for w in gates.values() for stored in w.leaves()} == {sidecar.path}
         assert compare(emit(quantised)).worst <= quantised.tolerance
 
 
