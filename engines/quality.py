@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engines.adapters import without_sides
 from plugins.block_attention import ATTENTIONS, SKIPPING, BlockAttention
 
 Linears = Literal["float32", "bfloat16", "fp8", "nvfp4"]
@@ -78,6 +79,7 @@ def served_by(attention: BlockAttention, built: Collection[BlockAttention]) -> B
 
 def weights_of(graph: str) -> str:
     """The graph whose weights a graph reads: its own, or those that it is a variant of."""
+    graph = without_sides(graph)
     whole, _, kind = graph.rpartition(".")
     return whole if kind in ATTENTIONS else graph
 

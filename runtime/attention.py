@@ -16,7 +16,7 @@ from runtime.video_tiles import VideoTiles
 
 def variants(manifest: Manifest) -> tuple[str, ...]:
     """The graphs of a store that attend in further tiers."""
-    base, further = manifest.profile.attention.blocks, manifest.profile.further_attention
+    base, further = manifest.attention, manifest.further_attention
     found = (graph_name(graph, kind, base) for graph in ATTENDING for kind in further)
     return tuple(graph for graph in found if graph in manifest.graphs)
 
@@ -25,10 +25,10 @@ class BlocksAttention:
     """How the blocks attend now, and how many tiles they have left out so far."""
 
     def __init__(self, engines: EngineSet, tiles: VideoTiles | None = None) -> None:
-        """Attends as the profile does where no tier is chosen, and leaves out nothing. tiles: where it is to tiles."""
-        profile = engines.manifest.profile
-        self._base = self._engine = profile.attention.blocks
-        self._built: tuple[BlockAttention, ...] = (self._base, *profile.further_attention)
+        """Attends as the store does where no tier is chosen, and leaves out nothing. tiles: where it is to tiles."""
+        manifest = engines.manifest
+        self._base = self._engine = manifest.attention
+        self._built: tuple[BlockAttention, ...] = (self._base, *manifest.further_attention)
         self._tiles = tiles.inputs if tiles else {}
         self._threshold = torch.zeros(1, device=engines.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=engines.device)

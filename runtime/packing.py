@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from plugins.dimensions import AUDIO_CHANNELS, AUDIO_TAG, MODALITIES, VIDEO_TAG
+from plugins.schedule import AUDIO_CONDITION_SLOT, AUDIO_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT
 from plugins.video_tiles import Grid
 from runtime.media.facts import Kind
 from runtime.reference_kinds import Role
-from runtime.schedule import AUDIO_CONDITION_SLOT, AUDIO_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT
 
 Stream = Literal["text", "audio", "video"]
 """Inputs of the prologue, in the order in which it concatenates them."""

@@ -15,6 +15,7 @@ from engines.plan.references import References
 from engines.plan.run import LIBRARY_WORKSPACE, Run, Weighing, operations
 from engines.profile import Arithmetic, Profile, component_of
 from engines.quality import graph_name
+from engines.sessions.modulation import MODULATION
 from export.checkpoint.components.audio_vae import AudioVAEConfig
 from export.checkpoint.components.video_vae import VideoVAEConfig
 from plugins.block_attention import VIDEO_SPARSE, BlockAttention, quantises
@@ -77,12 +78,23 @@ class Costs:
         """AdaLN parameters of one step."""
         return int(Widths.of(self._denoiser).item * self._size.table_elements)
 
+    @cached_property
+    def folded_bytes(self) -> int:
+        """Weights of a pinned schedule's tables, which the build reads and no request."""
+        return sum(sum(self.weighing.instances(graph)) for graph in MODULATION) if self._pinned else 0
+
     def plans(self) -> tuple[GraphPlan, ...]:
         """Every graph, in the order in which a request meets them; then those of further tiers.
 
-        A request runs the graphs of one tier: here, of the first.
+        A request runs the graphs of one tier: here, of the first. It runs none of a pinned schedule's tables.
         """
-        return (*(self._plan(name, run) for name, run in self._runs()), *self._variants())
+        folded = MODULATION if self._pinned else ()
+        used = (self._idle(name) if name in folded else self._plan(name, run) for name, run in self._runs())
+        return (*used, *self._variants())
+
+    @property
+    def _pinned(self) -> bool:
+        return self.weighing.outline.student is not None
 
     @cached_property
     def video_tiles(self) -> TileCounts | None:
@@ -224,22 +236,32 @@ class Costs:
         for kind in profile.further_attention:
             graph = "block.attend" if profile.row_chunk else "block"
             run = self._attend(0, kind) if profile.row_chunk else self._whole_block(0, kind)
-            yield GraphPlan(
-                graph=graph_name(graph, kind, profile.attention.blocks),
-                component=component_of(graph),
-                instances=len(self.weighing.instances(graph)),
-                runs=0,
-                weights=0,
-                instance=0,
-                activations=math.ceil(run.activations),
-                workspace=run.workspace,
-                io=0,
-                attention=math.ceil(run.attention),
-                collectives=0,
-                flops={},
-                traffic=0,
-                exchanged=0,
-            )
+            held = {
+                "graph": graph_name(graph, kind, profile.attention.blocks),
+                "activations": math.ceil(run.activations),
+                "workspace": run.workspace,
+                "attention": math.ceil(run.attention),
+            }
+            yield self._idle(graph).model_copy(update=held)
+
+    def _idle(self, graph: str) -> GraphPlan:
+        """A graph that the request does not run, and that has no weights of its own on the device."""
+        return GraphPlan(
+            graph=graph,
+            component=component_of(graph),
+            instances=len(self.weighing.instances(graph)),
+            runs=0,
+            weights=0,
+            instance=0,
+            activations=0,
+            workspace=0,
+            io=0,
+            attention=0,
+            collectives=0,
+            flops={},
+            traffic=0,
+            exchanged=0,
+        )
 
     def _whole_block(self, runs: int, attention: BlockAttention) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)

@@ -20,6 +20,10 @@ def check(profile: Profile, model: Model, workload: Workload) -> None:
     size, text = outline.dimensions.denoiser, outline.dimensions.text_encoder
     _check_divisor(profile, "ranks.ulysses", profile.ranks.ulysses, size.heads, "attention heads")
     _check_divisor(profile, "ranks.text_encoder", profile.ranks.text_encoder, text.kv_heads, "key and value heads")
+    student = outline.student
+    if student is not None and workload.forwards != student.schedule.forwards:
+        rule = f"{student.name} has exactly {student.schedule.forwards}"
+        raise PlanError(f"forwards = {workload.forwards}: {rule}")
     missing = [partition for partition in profile.partitions if partition not in outline.partitions]
     if missing:
         raise PlanError(f"profile {profile.name}: partition {missing[0]} is not in the checkpoint; leave it out")

@@ -28,6 +28,9 @@ def check_fits(artifact: Artifact | WholeStudent, checkpoint: Checkpoint) -> Non
     if partition not in checkpoint.partitions:
         wanted = f"the partition {partition}, for {', '.join(artifact.distilled.tasks)}"
         raise CheckpointError(checkpoint.root, "partition", wanted, f"{', '.join(checkpoint.partitions)} alone")
+    if checkpoint.student is not None:
+        wanted = "the released model; one that an artifact was made part of would be changed twice"
+        raise CheckpointError(checkpoint.root, "schedule", wanted, f"that of {checkpoint.student.name}")
     _check_shifts(artifact.distilled, checkpoint)
     base = Base.of(checkpoint)
     if isinstance(artifact, WholeStudent):

@@ -387,6 +387,16 @@ def test_an_adapter_of_a_model_of_other_sizes(artifacts: Path, unread: None) -> 
         open_artifact(artifacts / FOLDERS["turbo_4step"])
 
 
+@pytest.mark.parametrize("name", sorted(set(FOLDERS) - {"fasth3_v1", "turbo_ref2v"}))
+def test_a_checkpoint_that_was_changed_already(
+    name: str, artifacts: Path, root: Path, tmp_path: Path, unread: None
+) -> None:
+    base = Path(shutil.copytree(root / "FL2VA", tmp_path / "merged"))
+    schedule = [1.0, 0.7, 0.4, 0.15, 0.0]
+    _edit(base / "model_index.json", lambda values: values["_minimax_h3"].update(base_schedule=schedule))
+    refused(artifacts / FOLDERS[name], Checkpoint.open(base), "schedule", "changed twice, found that of merged")
+
+
 def test_fasth3_on_a_checkpoint_of_other_shifts(artifacts: Path, root: Path, tmp_path: Path, unread: None) -> None:
     base = Path(shutil.copytree(root / "FL2VA", tmp_path / "base"))
     scales = {"video": 10.0, "audio": 3.0}
