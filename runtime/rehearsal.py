@@ -32,7 +32,7 @@ TEXT_ROWS = 64
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Stages of a request from text, of one forward."""
+    """Stages of a request from text, of one forward where the model lets requests choose."""
 
     prompt: str
     params: Mapping[str, Any]
@@ -45,7 +45,7 @@ def rehearsals(manifest: Manifest, stages: Collection[PipelineStage] = STAGES) -
     A profile with ranges of rows has one for the largest clip of each, and one of encoding a long prompt; further tiers
     of quality have one of denoising each. Without text to video there is none.
     """
-    if "t2va" not in tasks_of(manifest.bindings):
+    if "t2va" not in tasks_of(manifest.partitions):
         return
     for rehearsal in _of_all_stages(manifest):
         if own := tuple(stage for stage in rehearsal.stages if stage in stages):
@@ -55,11 +55,14 @@ def rehearsals(manifest: Manifest, stages: Collection[PipelineStage] = STAGES) -
 def _of_all_stages(manifest: Manifest) -> Iterator[Rehearsal]:
     sizes = [_largest_within(end, manifest) for end in sorted(manifest.profile.shapes.get("rows", ()), reverse=True)]
     sizes = sizes or [_SMALLEST]
+    # A student has as many forwards as it has.
+    steps = {} if manifest.student else {"num_inference_steps": 1}
+    sizes = [{**size, **steps} for size in sizes]
     for size in sizes:
         yield _rehearsal(SHORT_PROMPT, size)
     if len(manifest.profile.shapes.get("text_rows", ())) > 1:
         yield _rehearsal(LONG_PROMPT, sizes[-1], "encode")
-    for tier in manifest.profile.tiers[1:]:
+    for tier in manifest.tiers[1:]:
         yield _rehearsal(SHORT_PROMPT, {**sizes[-1], "quality": tier.name}, "denoise")
     yield _rehearsal(LAST_PROMPT, sizes[-1])
 
@@ -73,7 +76,7 @@ _SMALLEST: Mapping[str, Any] = {
 
 
 def _rehearsal(prompt: str, size: Mapping[str, Any], *stages: PipelineStage) -> Rehearsal:
-    return Rehearsal(prompt, {**size, "num_inference_steps": 1}, stages or STAGES)
+    return Rehearsal(prompt, size, stages or STAGES)
 
 
 def _largest_within(rows: int, manifest: Manifest) -> Mapping[str, Any]:

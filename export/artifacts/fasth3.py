@@ -68,7 +68,7 @@ def read_fasth3(header: Header, base: Base) -> Artifact:
     check_touched(header.file, patches, base)
     sparse = _sparse(header, name, patches, base)
     _check_manifest(header.file)
-    return Artifact(header.file, _distilled(name, sparse), patches, header.metadata)
+    return Artifact(header.file, distilled(name, sparse), patches, header.metadata)
 
 
 class _Reader:
@@ -174,7 +174,8 @@ def _check_manifest(file: Path) -> None:
             raise CheckpointError(manifest, "sampling.base_timesteps", list(RUNGS), repr(rungs)[:120])
 
 
-def _distilled(name: str, sparse: VideoSparse | None) -> Distilled:
+def distilled(name: str, sparse: VideoSparse | None) -> Distilled:
+    """What requests to a variant are bound to."""
     positions = (*(rung / 1000 for rung in RUNGS), 0.0)
     schedule = PinnedSchedule(
         forwards=len(RUNGS),
