@@ -22,6 +22,9 @@ from engines.table_step import TableWeights
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Weight
 from h3trt.cli import app
+from h3trt.reference import ReferencePipeline
+from h3trt.verify import pipeline_checks
+from h3trt.verify_requests import requests
 from plugins.distilled import Distilled, PinnedSchedule
 from plugins.schedule import Schedule
 from runtime.admission import MemoryModel
@@ -108,6 +111,15 @@ def test_every_state_is_bit_equal_to_that_of_the_unfolded_store(store: Path, fol
         assert torch.equal(ours.audio, theirs.audio)
     (latents,) = pinned.denoise(taken.resolved, pinned.encode(taken, ignore, Cancellation()), ignore, Cancellation())
     assert torch.equal(latents[0], free.latents(unfolded.resolved, pairs[-1][0])[0]), "and so the request runs it"
+
+
+def test_every_step_is_what_diffusers_makes_on_its_sigmas(folded: Path, checkpoint: Path) -> None:
+    pipeline = Pipeline.open(folded)
+    (taken,) = requests(pipeline, 49, 7)
+    assert taken.resolved.forwards == 4
+    checks = list(pipeline_checks(pipeline, ReferencePipeline(Checkpoint.open(checkpoint)), taken))
+    assert len([check for check in checks if "latents after step" in check.name]) == 4
+    assert [f"{check.title}: {check.measured}" for check in checks if not check.passed] == []
 
 
 def test_no_graph_and_no_binding_of_the_folded_weights_is_left(
