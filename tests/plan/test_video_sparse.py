@@ -67,7 +67,8 @@ def test_operations_are_those_of_the_attended_pairs(outline: Outline, sparsity: 
 def test_gates_are_weights_of_the_blocks_alone(outline: Outline) -> None:
     sparse, dense = (make_plan(profile(), student(outline), TEN_SECONDS), make_plan(plain(), outline, TEN_SECONDS))
     more = {graph.graph: graph.weights - dense.graph(graph.graph).weights for graph in sparse.graphs}
-    assert {name: bytes_ for name, bytes_ in more.items() if bytes_} == {"block": 50 * 2 * GATES}
+    # A student's tables are made by the build, so that some graphs have none.
+    assert {name: nbytes for name, nbytes in more.items() if nbytes > 0} == {"block": 50 * 2 * GATES}
 
 
 def test_memory_is_of_the_tiles_and_not_of_all_scores(outline: Outline) -> None:
