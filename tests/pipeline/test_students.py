@@ -1,4 +1,4 @@
-"""A student from its released form to latents: an adapter fused, engines built, its schedule run as diffusers runs it."""
+"""A student from its released form to latents: an adapter fused, engines built, its schedule run as diffusers does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.build import build
+from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore
 from export.artifacts.fuse import fuse
 from export.artifacts.read import open_artifact
@@ -17,7 +18,6 @@ from export.miniature.artifacts import FOLDERS, write_artifacts
 from h3trt.reference import ReferencePipeline
 from h3trt.verify import engine_checks, pipeline_checks
 from h3trt.verify_requests import requests
-from engines.sessions.engine_set import EngineSet
 from runtime.pipeline import Pipeline
 
 SEED = 5
