@@ -157,7 +157,9 @@ def open_block(folder: Path, name: str, blocks: Literal["dense", "sage"]) -> Eng
 def side_profile(name: str, blocks: Literal["dense", "sage"]) -> Profile:
     """A shipped profile with an attention of its own choice."""
     loaded = Profile.load(name)
-    return loaded.model_copy(update={"attention": loaded.attention.model_copy(update={"blocks": blocks})})
+    return loaded.model_copy(
+        update={"attention": loaded.attention.model_copy(update={"blocks": blocks}), "quality": {}}
+    )
 
 
 def operations(dimensions: DenoiserDimensions, rows: int) -> dict[str, float]:
@@ -190,7 +192,7 @@ def baked_caller(folder: Path, engines: EngineSet, rows: int) -> Callable[[], to
 
 def block_inputs(engines: EngineSet, rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random inputs of a block; the angles are angles."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = torch.Generator(engines.device).manual_seed(seed)
     specs = engines.manifest.graphs["block"].inputs
     drawn = {spec.name: draw_input(spec, {"rows": rows}, generator, TABLE_ROWS) for spec in specs}
     drawn["modulation"] *= 0.1

@@ -1,4 +1,4 @@
-"""Amounts of memory and disk, as options take them."""
+"""Amounts of memory and disk, as options take them and as results tell them."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def bytes_of(option: str, text: str, also: str = "") -> int:
     if found is None:
         raise CommandError(f"{option} {text!r}: must be {also}an amount such as 500MiB or 20GiB")
     return int(found["number"]) << _UNITS[found["unit"]]
+
+
+def amount(count: int) -> str:
+    """A number of bytes as results tell it."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

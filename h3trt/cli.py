@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from h3trt import (
+    adapter_commands,
     bench_commands,
     build_commands,
     console,
@@ -58,6 +59,7 @@ app = typer.Typer(
 plan_commands.register(app)
 bench_commands.register(app)
 build_commands.register(app)
+adapter_commands.register(app)
 serve_commands.register(app)
 gateway_commands.register(app)
 health_commands.register(app)

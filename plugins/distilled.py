@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Family = Literal["fasth3_v1", "fasth3_v2", "turbo", "flashgen", "merged"]
 """FastVideo's adapter and its 8-step model, LightX2V's and FlashGen's adapters; a checkpoint that pins its schedule."""
@@ -13,7 +14,7 @@ ArtifactTask = Literal["t2va", "fl2va", "ref2va"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class PinnedSchedule(_Frozen):
@@ -27,6 +28,18 @@ class PinnedSchedule(_Frozen):
     positions: Annotated[tuple[float, ...], Field(strict=False)] | None = None
     video_shift: Annotated[float, Field(gt=0)]
     audio_shift: Annotated[float, Field(gt=0)]
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> PinnedSchedule:
+        positions = self.positions
+        if positions is None:
+            return self
+        if len(positions) != self.forwards + 1:
+            raise ValueError(f"{len(positions)} positions for {self.forwards} forwards; must be one more")
+        falling = all(later < earlier for earlier, later in itertools.pairwise(positions))
+        if not falling or positions[0] > 1 or positions[-1] != 0:
+            raise ValueError(f"positions {list(positions)}: must fall strictly from at most 1 to exactly 0")
+        return self
 
 
 class VideoSparse(_Frozen):

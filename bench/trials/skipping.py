@@ -130,8 +130,15 @@ def main() -> None:
                 sides[f"{name}, skipping"] = partial(attend, TRIALS[name], *x, _rows(x), at, SCALE)
         timings = in_turns(sides, 3)
         shares[str(share)] = {name: t.median for name, t in timings.items()}
-        ratios = {n[:-10]: t.median / timings[n[:-10] + ", dense"].median for n, t in timings.items() if "skipping" in n}
-        print(share, {name: round(value, 4) for name, value in ratios.items()}, f"{time.monotonic() - began:.0f} s", flush=True)
+        ratios = {
+            n[:-10]: t.median / timings[n[:-10] + ", dense"].median for n, t in timings.items() if "skipping" in n
+        }
+        print(
+            share,
+            {name: round(value, 4) for name, value in ratios.items()},
+            f"{time.monotonic() - began:.0f} s",
+            flush=True,
+        )
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 
 

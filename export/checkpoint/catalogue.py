@@ -11,7 +11,7 @@ from export.checkpoint.components import audio_vae, configuration, denoiser, tex
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Weight
 from export.checkpoint.recipes import QKVLayout, Recipe, expression, native_declarations
-from export.checkpoint.safetensors_file import DTYPE_NAMES, Declared
+from export.checkpoint.safetensors_file import DTYPE_NAMES, Declared, read_header
 from export.checkpoint.shards import ComponentFiles, read_files
 from export.checkpoint.strict_json import read_object
 from export.checkpoint.tree import Component, LayoutName, Place
@@ -54,22 +54,40 @@ class Expectation:
     recipes: Mapping[str, Recipe] | None
 
 
-def read_catalogue(component: Component, layout: LayoutName, place: Place) -> Catalogue:
+def read_catalogue(component: Component, layout: LayoutName, place: Place, gates: bool = False) -> Catalogue:
     """Reads configuration and headers of one component and checks every tensor against the configuration.
+
+    gates: of a student's transformer that attends to video sparsely.
 
     Raises:
         CheckpointError: a file, a configuration value or a tensor is missing, unexpected or wrong.
     """
     read = read_configured(component, layout, place)
-    config, arguments, config_files = read.config, read.arguments, read.config_files
-    expectation = expect(config, layout)
-    files = read_files(place.tensors, place.stem)
+    return _catalogue(read, read_files(place.tensors, place.stem), expect(read.config, layout, gates))
+
+
+def replace_tensors(base: Catalogue, layout: LayoutName, file: Path, gates: bool) -> Catalogue:
+    """The component with the tensors of one more file, which take the place of those of the same keys.
+
+    Raises:
+        CheckpointError: a tensor is not one of the component's, has another shape or dtype, or a gate is missing.
+    """
+    header = read_header(file)
+    expectation = expect(base.config, layout, gates)
+    for key, declared in expectation.stored.items():
+        if key not in base.files.tensors and key not in header.tensors:
+            raise CheckpointError(file, key, declared, "no such tensor")
+    tensors = {**base.files.tensors, **header.tensors}
+    return _catalogue(base, ComponentFiles(base.files.listing, (*base.files.headers, header), tensors), expectation)
+
+
+def _catalogue(read: Configured, files: ComponentFiles, expectation: Expectation) -> Catalogue:
     _check(files, expectation.stored)
     qkv_layout = _qkv_layout(files, expectation.recipes)
-    if expectation.recipes is None:
-        return Catalogue(config, arguments, config_files, files, files.tensors, qkv_layout)
-    parameters = {name: expression(one, files.tensors, qkv_layout) for name, one in expectation.recipes.items()}
-    return Catalogue(config, arguments, config_files, files, parameters, qkv_layout)
+    parameters: Mapping[str, Weight] = files.tensors
+    if expectation.recipes is not None:
+        parameters = {name: expression(one, files.tensors, qkv_layout) for name, one in expectation.recipes.items()}
+    return Catalogue(read.config, read.arguments, read.config_files, files, parameters, qkv_layout)
 
 
 def read_configured(component: Component, layout: LayoutName, place: Place) -> Configured:
@@ -106,15 +124,16 @@ def _translate(
     return audio_vae.from_native(values, file, read_object(metadata), metadata), (file, metadata)
 
 
-def expect(config: Config, layout: LayoutName) -> Expectation:
-    """What the files of a component with this configuration hold in a layout."""
+def expect(config: Config, layout: LayoutName, gates: bool = False) -> Expectation:
+    """What the files of a component with this configuration hold in a layout; only a transformer has gates."""
     match config:
         case text_encoder.TextEncoderConfig():
             return Expectation(text_encoder.tensors(config), None)
         case audio_vae.AudioVAEConfig():
             return Expectation(audio_vae.tensors(config), None)
         case denoiser.DenoiserConfig():
-            tensors, recipes, extra = denoiser.tensors(config), denoiser.recipes(config), denoiser.native_only(config)
+            tensors, recipes = denoiser.tensors(config, gates), denoiser.recipes(config, gates)
+            extra = denoiser.native_only(config)
         case video_vae.VideoVAEConfig():
             tensors, recipes = video_vae.tensors(config), video_vae.recipes(config)
             extra = video_vae.native_only(config)

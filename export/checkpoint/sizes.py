@@ -12,6 +12,7 @@ from export.checkpoint.errors import CheckpointError
 from export.checkpoint.strict_json import read_object, section
 from export.checkpoint.tree import Component, Tree
 from plugins.dimensions import Dimensions
+from plugins.distilled import Distilled
 
 Configurations = Mapping[tuple[Component, str], Configured]
 
@@ -29,6 +30,12 @@ def read_dimensions(tree: Tree, configured: Configurations) -> Dimensions:
             file = configured["denoiser", partition].config_files[0]
             raise CheckpointError(file, "configuration", f"the sizes and shifts of {first}", f"others for {partition}")
     return sizes
+
+
+def student_dimensions(base: Dimensions, student: Distilled) -> Dimensions:
+    """Its base's sizes, with the shifts of the student's own schedule."""
+    shifts = {"video_shift": student.schedule.video_shift, "audio_shift": student.schedule.audio_shift}
+    return base.model_copy(update=shifts)
 
 
 def _partition_dimensions(tree: Tree, configured: Configurations, partition: str) -> Dimensions:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from export.checkpoint.checkpoint import Checkpoint
 from export.checkpoint.recipes import QKVLayout
 from export.checkpoint.safetensors_file import DTYPE_NAMES
 from export.checkpoint.tree import COMPONENTS, Component
+from plugins.distilled import Distilled
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,15 @@ class ComponentSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole checkpoint. `nbytes` counts every safetensors file once, though partitions may share components."""
+    """A whole checkpoint. `nbytes` counts every safetensors file once, though partitions may share components.
+
+    Directories and `tokenizer` are below the root, unless a student takes them from another place.
+    """
 
     root: str
     layout: str
     partitions: tuple[str, ...]
+    student: Distilled | None
     fingerprint: str
     tokenizer: str
     nbytes: int
@@ -42,7 +48,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, ready for JSON."""
-        return asdict(self)
+        return asdict(self) | {"student": self.student and self.student.model_dump(mode="json")}
 
 
 def summarise(checkpoint: Checkpoint) -> Summary:
@@ -62,8 +68,9 @@ def summarise(checkpoint: Checkpoint) -> Summary:
         root=str(checkpoint.root),
         layout=checkpoint.layout,
         partitions=checkpoint.partitions,
+        student=checkpoint.student,
         fingerprint=checkpoint.fingerprint,
-        tokenizer=str(checkpoint.tokenizer_file.relative_to(checkpoint.root)),
+        tokenizer=_below(checkpoint, checkpoint.tokenizer_file),
         nbytes=sum(files.values()),
         components=components,
     )
@@ -77,7 +84,7 @@ def _summarise_component(checkpoint: Checkpoint, component: Component, partition
     return ComponentSummary(
         component=component,
         partition=partition,
-        directory=str(files.listing.parent.relative_to(checkpoint.root)),
+        directory=_below(checkpoint, files.listing.parent),
         files=len(files.headers),
         tensors=len(files.tensors),
         elements=sum(prod(stored.shape) for stored in files.tensors.values()),
@@ -85,3 +92,7 @@ def _summarise_component(checkpoint: Checkpoint, component: Component, partition
         dtypes=dict(sorted(dtypes.items())),
         qkv_layout=checkpoint.qkv_layout(component, partition),
     )
+
+
+def _below(checkpoint: Checkpoint, path: Path) -> str:
+    return str(path.relative_to(checkpoint.root) if path.is_relative_to(checkpoint.root) else path)

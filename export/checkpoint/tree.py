@@ -9,14 +9,24 @@ from typing import Any, Literal
 
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.strict_json import read_object, section
+from plugins.distilled import ArtifactTask
 
 LayoutName = Literal["native", "diffusers"]
 Component = Literal["denoiser", "text_encoder", "video_vae", "audio_vae"]
 
+PartitionName = Literal["fl2va", "ref2va"]
+
 COMPONENTS: tuple[Component, ...] = ("denoiser", "text_encoder", "video_vae", "audio_vae")
-PARTITIONS = ("fl2va", "ref2va")
+PARTITIONS: tuple[PartitionName, ...] = ("fl2va", "ref2va")
 NATIVE_FOLDERS = {"fl2va": "FL2VA", "ref2va": "Ref2VA"}
 DENOISER_FOLDERS = {"fl2va": "transformer", "ref2va": "transformer_ref"}
+TASKS: Mapping[str, tuple[ArtifactTask, ...]] = {"fl2va": ("t2va", "fl2va"), "ref2va": ("ref2va",)}
+"""What each partition was trained for."""
+
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+
+CONTRACT = "fastvideo_inference.json"
+"""The file by which a FastH3 transformer without the rest of a checkpoint is known (spec/model.md 4.5)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def _diffusers_place(root: Path, component: Component, partition: str) -> Place:
     if component == "text_encoder":
         return Place(root / "text_encoder", root / "text_encoder", "model")
     folder = {"denoiser": DENOISER_FOLDERS[partition], "video_vae": "vae", "audio_vae": "audio_vae"}[component]
-    return Place(root / folder, root / folder, "diffusion_pytorch_model")
+    return Place(root / folder, root / folder, DIFFUSERS_STEM)
 
 
 def _native_place(root: Path, component: Component) -> Place:
@@ -109,6 +119,10 @@ def recognise(root: Path) -> Tree:
     """
     if not root.is_dir():
         raise CheckpointError(root, "checkpoint", "a directory", "no such directory")
+    if (root / CONTRACT).is_file():
+        command = f"h3trt adapters fuse {root} --checkpoint BASE --out DIRECTORY"
+        found = f"a FastH3 transformer ({CONTRACT}), which needs its base for all else: {command}"
+        raise CheckpointError(root, "layout", "a whole checkpoint", found)
     if (root / "video_vae").is_dir():
         return Tree(root, "native", {_declared_partition(root): root})
     diffusers = {name: root for name, folder in DENOISER_FOLDERS.items() if (root / folder).is_dir()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,22 +14,15 @@ import torch
 from export.checkpoint.components import audio_vae, denoiser, text_encoder, video_vae
 from export.checkpoint.hashes import write_sums
 from export.checkpoint.recipes import native_declarations, to_native
-from export.checkpoint.safetensors_file import Declared, write_sparse, write_tensors
-from export.checkpoint.tree import DENOISER_FOLDERS, NATIVE_FOLDERS, PARTITIONS, LayoutName
+from export.checkpoint.safetensors_file import Declared
+from export.checkpoint.tree import DENOISER_FOLDERS, NATIVE_FOLDERS, PARTITIONS, TASKS, LayoutName
 from export.miniature import processor, sizes, values
+from export.miniature.artifacts import write_artifacts
 from export.miniature.draw import Draw
-from export.miniature.tokenizer import TokenizerFiles, dumps, train
+from export.miniature.files import Content, diffusers_config, write_component, write_json
+from export.miniature.tokenizer import TokenizerFiles, train
 
 VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
-TASKS = {"fl2va": ["t2va", "fl2va"], "ref2va": ["ref2va"]}
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a component's files hold: declarations always, and values unless the files are to be sparse."""
-
-    declared: Mapping[str, Declared]
-    values: Mapping[str, torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -49,26 +41,27 @@ class Writer:
         drawn = self._draw(partition, lambda draw: values.denoiser_values(config, draw))
         if self.layout == "diffusers":
             arguments = config.model_dump(mode="json")
-            _write_json(directory / "config.json", _diffusers_config("MiniMaxH3Transformer3DModel", arguments))
+            write_json(directory / "config.json", diffusers_config("MiniMaxH3Transformer3DModel", arguments))
             shards = self.sizes.shards.denoiser_diffusers
-            _write_tensors(directory, "diffusion_pytorch_model", shards, Content(declared, drawn))
+            write_component(directory, "diffusion_pytorch_model", shards, Content(declared, drawn))
             return
-        _write_json(directory / "config.json", denoiser.to_native(config))
+        write_json(directory / "config.json", denoiser.to_native(config))
         recipes = denoiser.recipes(config)
         if drawn is not None:
             drawn = to_native(drawn, recipes)
             count = config.rope_freq_dim
             drawn["rope.inv_freq"] = torch.tensor([config.rope_theta ** (-step / count) for step in range(count)])
         native = native_declarations(declared, recipes) | denoiser.native_only(config)
-        _write_tensors(directory, "model", self.sizes.shards.denoiser_native, Content(native, drawn))
+        write_component(directory, "model", self.sizes.shards.denoiser_native, Content(native, drawn))
 
     def text_encoder(self, directory: Path) -> None:
         """The text encoder, with the tokenizer files that the release keeps beside it."""
         config = self.sizes.text_encoder
         drawn = self._draw("text_encoder", lambda draw: values.text_encoder_values(config, draw))
         head = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "dtype": "bfloat16"}
-        _write_json(directory / "config.json", head | config.model_dump(mode="json"))
-        _write_tensors(directory, "model", self.sizes.shards.text_encoder, Content(text_encoder.tensors(config), drawn))
+        write_json(directory / "config.json", head | config.model_dump(mode="json"))
+        content = Content(text_encoder.tensors(config), drawn)
+        write_component(directory, "model", self.sizes.shards.text_encoder, content)
 
     def video_vae(self, directory: Path) -> None:
         """The video VAE."""
@@ -77,20 +70,20 @@ class Writer:
         drawn = self._draw("video_vae", lambda draw: values.video_vae_values(config, draw))
         if self.layout == "diffusers":
             arguments = config.model_dump(mode="json")
-            _write_json(directory / "config.json", _diffusers_config("AutoencoderKLMiniMaxH3", arguments))
+            write_json(directory / "config.json", diffusers_config("AutoencoderKLMiniMaxH3", arguments))
             shards = self.sizes.shards.video_vae_diffusers
-            _write_tensors(directory, "diffusion_pytorch_model", shards, Content(declared, drawn))
+            write_component(directory, "diffusion_pytorch_model", shards, Content(declared, drawn))
             return
         outer, source = video_vae.to_native(config)
-        _write_json(directory / "config.json", outer)
-        _write_json(directory / "source" / "config.json", source)
+        write_json(directory / "config.json", outer)
+        write_json(directory / "source" / "config.json", source)
         recipes = video_vae.recipes(config)
         width = config.decoder_num_attention_heads * config.decoder_attention_head_dim
         mask = Declared((1, 1, width), torch.float32)
         if drawn is not None:
             drawn = to_native(drawn, recipes) | {"decoder.mask_token": torch.zeros(1, 1, width)}
         native = native_declarations(declared, recipes) | {"decoder.mask_token": mask}
-        _write_tensors(directory / "source", "model", 1, Content(native, drawn))
+        write_component(directory / "source", "model", 1, Content(native, drawn))
 
     def audio_vae(self, directory: Path) -> None:
         """The audio VAE."""
@@ -99,14 +92,14 @@ class Writer:
         content = Content(audio_vae.tensors(config), drawn)
         if self.layout == "diffusers":
             arguments = config.model_dump(mode="json")
-            _write_json(directory / "config.json", _diffusers_config("AutoencoderKLMiniMaxH3Audio", arguments))
-            _write_tensors(directory, "diffusion_pytorch_model", 1, content)
+            write_json(directory / "config.json", diffusers_config("AutoencoderKLMiniMaxH3Audio", arguments))
+            write_component(directory, "diffusion_pytorch_model", 1, content)
             return
         outer, metadata, yaml = audio_vae.to_native(config)
-        _write_json(directory / "config.json", outer)
-        _write_json(directory / "metadata.json", metadata)
+        write_json(directory / "config.json", outer)
+        write_json(directory / "metadata.json", metadata)
         (directory / "config.yaml").write_text(yaml, encoding="utf-8")
-        _write_tensors(directory, "model", 1, content)
+        write_component(directory, "model", 1, content)
 
     def texts(self, root: Path) -> None:
         """`tokenizer/` and `processor/`."""
@@ -117,8 +110,14 @@ class Writer:
         return None if self.seed is None else make(Draw(self.seed, scope))
 
 
-def write_miniature(directory: Path | str, layout: LayoutName, seed: int) -> None:
+ARTIFACTS = "artifacts"
+"""Folder of a checkpoint that is written with artifacts."""
+
+
+def write_miniature(directory: Path | str, layout: LayoutName, seed: int, artifacts: bool = False) -> None:
     """Writes the miniature checkpoint, with both partitions, into a new or empty directory.
+
+    artifacts: few-step artifacts of every family as well, in the places that `export.miniature.FOLDERS` names.
 
     Equal seeds give equal bytes, and the two layouts of one seed hold the same model.
 
@@ -131,13 +130,15 @@ def write_miniature(directory: Path | str, layout: LayoutName, seed: int) -> Non
     tiny = sizes.miniature(tokenizer.special_ids, vocab + -vocab % 64)
     with _staged(Path(directory)) as root:
         _write_tree(root, Writer(tiny, tokenizer, layout, seed))
+        if artifacts:
+            write_artifacts(root / ARTIFACTS, tiny.denoiser, seed)
         write_sums(root, [file for file in root.rglob("*") if file.is_file()])
 
 
-def write_sparse_released(directory: Path | str, layout: LayoutName) -> None:
+def write_sparse_released(directory: Path | str, layout: LayoutName, artifacts: bool = False) -> None:
     """Writes the released dimensions into a new or empty directory, as sparse files whose data reads as zeros.
 
-    The tokenizer is the miniature's.
+    The tokenizer is the miniature's. artifacts: as for `write_miniature`.
 
     Raises:
         FileExistsError: the directory is not empty.
@@ -145,7 +146,10 @@ def write_sparse_released(directory: Path | str, layout: LayoutName) -> None:
     """
     tokenizer = train()
     with _staged(Path(directory)) as root:
-        _write_tree(root, Writer(sizes.released(tokenizer.special_ids), tokenizer, layout, None))
+        released = sizes.released(tokenizer.special_ids)
+        _write_tree(root, Writer(released, tokenizer, layout, None))
+        if artifacts:
+            write_artifacts(root / ARTIFACTS, released.denoiser, None)
 
 
 @contextmanager
@@ -179,7 +183,7 @@ def _write_native(root: Path, writer: Writer) -> None:
         writer.video_vae(folder / "video_vae")
         writer.audio_vae(folder / "audio_vae")
         writer.texts(folder)
-        _write_json(folder / "model_index.json", _native_index(partition))
+        write_json(folder / "model_index.json", _native_index(partition))
 
 
 def _write_diffusers(root: Path, writer: Writer) -> None:
@@ -190,9 +194,9 @@ def _write_diffusers(root: Path, writer: Writer) -> None:
     writer.audio_vae(root / "audio_vae")
     writer.texts(root)
     for folder, shift in (("scheduler", VIDEO_SHIFT), ("audio_scheduler", AUDIO_SHIFT)):
-        _write_json(root / folder / "scheduler_config.json", _diffusers_config("MiniMaxH3Scheduler", {"shift": shift}))
+        write_json(root / folder / "scheduler_config.json", diffusers_config("MiniMaxH3Scheduler", {"shift": shift}))
     for name in ("model_index.json", "modular_model_index.json"):
-        _write_json(root / name, _modular_index())
+        write_json(root / name, _modular_index())
 
 
 def _native_index(partition: str) -> dict[str, Any]:
@@ -209,7 +213,7 @@ def _native_index(partition: str) -> dict[str, Any]:
         "_minimax_h3": {
             "schema_version": 1,
             "partition": partition,
-            "tasks": TASKS[partition],
+            "tasks": list(TASKS[partition]),
             "task_aliases": {},
             "sigma_shift_scales": {"video": VIDEO_SHIFT, "audio": AUDIO_SHIFT},
         },
@@ -239,48 +243,7 @@ def _modular_index() -> dict[str, Any]:
     return index
 
 
-def _diffusers_config(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"_class_name": name, "_diffusers_version": "0.42.1", **arguments}
-
-
-def _write_json(file: Path, value: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(dumps(value), encoding="utf-8")
-
-
 def _write_texts(directory: Path, files: Mapping[str, str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, contents in files.items():
         (directory / name).write_text(contents, encoding="utf-8")
-
-
-def _write_tensors(directory: Path, stem: str, shards: int, content: Content) -> None:
-    """Writes one file, or `shards` of about equal size with their index."""
-    directory.mkdir(parents=True, exist_ok=True)
-    groups = _split(content.declared, shards)
-    names = [f"{stem}-{index:05d}-of-{shards:05d}.safetensors" for index in range(1, shards + 1)]
-    for name, group in zip(names if shards > 1 else [f"{stem}.safetensors"], groups, strict=True):
-        if content.values is None:
-            write_sparse(directory / name, {key: content.declared[key] for key in group}, {"format": "pt"})
-        else:
-            write_tensors(directory / name, {key: content.values[key] for key in group}, {"format": "pt"})
-    if shards > 1:
-        total = sum(_nbytes(declared) for declared in content.declared.values())
-        placement = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placement.items()))}
-        (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _split(declared: Mapping[str, Declared], shards: int) -> list[list[str]]:
-    """Consecutive tensors in name order, cut where the running size passes each share."""
-    share = sum(_nbytes(one) for one in declared.values()) / shards
-    groups: list[list[str]] = [[] for _ in range(shards)]
-    position = 0
-    for key in sorted(declared):
-        groups[min(int(position / share), shards - 1)].append(key)
-        position += _nbytes(declared[key])
-    return groups
-
-
-def _nbytes(declared: Declared) -> int:
-    return torch.Size(declared.shape or ()).numel() * declared.dtype.itemsize

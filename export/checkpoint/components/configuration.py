@@ -61,7 +61,8 @@ def parse(
         return model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        head, *inner = (str(part) for part in first["loc"])
+        # A rule over several fields has no location of its own.
+        head, *inner = [str(part) for part in first["loc"]] or ["contents"]
         file, head = (origins or {}).get(head, (file, head))
         found = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
         raise CheckpointError(file, ".".join([head, *inner]), first["msg"], found) from error

@@ -108,8 +108,15 @@ def dimensions(config: DenoiserConfig) -> DenoiserDimensions:
     )
 
 
-def tensors(config: DenoiserConfig) -> dict[str, Declared]:
-    """Every parameter by its diffusers name. Float32: both patch projections, the time MLP and both heads."""
+GATE = "attn.to_gate_compress.weight"
+"""Of the blocks of a student with sparse attention of video, in either layout: the gate of its compressed branch."""
+
+
+def tensors(config: DenoiserConfig, gates: bool = False) -> dict[str, Declared]:
+    """Every parameter by its diffusers name. Float32: both patch projections, the time MLP and both heads.
+
+    gates: of a student with sparse attention of video, whose blocks have one parameter more.
+    """
     sizes = dimensions(config)
     declared = {
         **_linear("proj_in", sizes.hidden, sizes.video_row, F32),
@@ -129,6 +136,8 @@ def tensors(config: DenoiserConfig) -> dict[str, Declared]:
         prefix = f"transformer_blocks.{layer}"
         declared |= _block(prefix, sizes)
         declared |= _linear(f"{prefix}.adaln_proj.linear", sizes.adaln_features, sizes.time_dim, BF16)
+        if gates:
+            declared[f"{prefix}.{GATE}"] = Declared((sizes.inner, sizes.hidden), BF16)
     return declared
 
 
@@ -177,9 +186,9 @@ _IN_BLOCK: Mapping[str, str] = {
 }
 
 
-def recipes(config: DenoiserConfig) -> dict[str, Recipe]:
+def recipes(config: DenoiserConfig, gates: bool = False) -> dict[str, Recipe]:
     """Diffusers name -> how it is made from native tensors."""
-    return {name: _recipe(name, config.num_attention_heads) for name in tensors(config)}
+    return {name: _recipe(name, config.num_attention_heads) for name in tensors(config, gates)}
 
 
 def native_only(config: DenoiserConfig) -> dict[str, Declared]:
