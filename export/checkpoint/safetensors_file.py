@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -182,6 +183,28 @@ def encode_header(tensors: Mapping[str, Declared], metadata: Mapping[str, str]) 
     raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     return struct.pack("<Q", len(raw)) + raw, order, position
+
+
+def laid_out(file: Path, tensors: Mapping[str, Declared], order: Iterable[str], start: int) -> dict[str, Stored]:
+    """Where each tensor will lie in a file whose header, of `start` bytes with its length, has them in that order."""
+    stored: dict[str, Stored] = {}
+    for name in order:
+        declared = tensors[name]
+        assert declared.shape is not None  # encode_header has seen to it
+        stored[name] = Stored(declared.shape, declared.dtype, name, file, start, declared.nbytes)
+        start += declared.nbytes
+    return stored
+
+
+def source_hashes(files: Iterable[Path]) -> str:
+    """For the metadata of a file made of others: the hash of each one's header, and of a sample of its data, as JSON.
+
+    They are named from the directory on that they share.
+    """
+    ordered = sorted(set(files))
+    root = os.path.commonpath([file.parent for file in ordered]) if ordered else "."
+    headers = {file.relative_to(root).as_posix(): read_header(file) for file in ordered}
+    return json.dumps({name: [header.digest, header.sample()] for name, header in headers.items()}, sort_keys=True)
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
