@@ -15,12 +15,13 @@ from engines.plan.plan import Plan
 from engines.profile import Profile
 from plugins.dimensions import TEXT_TAG
 from plugins.kernels import flash_attention_3
+from plugins.schedule import Schedule
 from plugins.shape import Shape, canvas
-from runtime.denoiser import Denoiser, ModulationCache, State
+from runtime.denoiser import Denoiser, State
 from runtime.events import Cancellation, Reporter, Units
+from runtime.modulation import ModulationCache
 from runtime.packing import Layout, layout
 from runtime.quality import Quality, quality
-from runtime.schedule import Schedule
 
 GRAPHS = ("context", "modulation.time", "modulation.adaln", "prologue", "block", "epilogue")
 
@@ -40,7 +41,7 @@ def measure(folder: Path, profile: Profile, forwards: int = 3) -> dict[str, Any]
     plan = make_plan(profile, released_outline(), workload)
     weights = RandomWeights(store.manifest, GRAPHS)
     engines = open_engines(store, GRAPHS, weights)
-    denoiser = Denoiser(engines, PARTITION, ModulationCache(TABLES_BYTES))
+    denoiser = Denoiser(engines, PARTITION, ModulationCache(TABLES_BYTES), {})
     shape = Shape.of(*canvas(workload.aspect_ratio), plan.frames, store.manifest.dimensions)
     packed = _layout(shape, workload.text_rows, store.manifest.dimensions.denoiser.patch)
     engines.warm()

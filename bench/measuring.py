@@ -29,20 +29,29 @@ class Timing:
         return {"median_ms": self.median, "spread_ms": [min(self.rounds), max(self.rounds)]}
 
 
-def in_turns(sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, rest: float = 0.0) -> dict[str, Timing]:
+Timer = Callable[[Callable[[], object]], float]
+"""Milliseconds of one run."""
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, rest: float = 0.0, timer: Timer | None = None
+) -> dict[str, Timing]:
     """Times every side once a round, so that whatever drifts meets all of them; warm rounds are left out.
 
-    `rest`: seconds without work before each run. A GPU that has no rest is soon held to its power limit.
+    `rest`: seconds without work before each run. A GPU that has no rest is soon held to its power limit. `timer`: by
+    default the GPU's.
     """
+    timer = timer or once
     for run in sides.values():
         for _ in range(WARM_ROUNDS):
             run()
     milliseconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, run in sides.items():
-            torch.cuda.synchronize()
+            if timer is once:
+                torch.cuda.synchronize()
             time.sleep(rest)
-            milliseconds[name].append(once(run))
+            milliseconds[name].append(timer(run))
     return {name: Timing(tuple(values)) for name, values in milliseconds.items()}
 
 
@@ -57,10 +66,22 @@ def once(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(end))
 
 
-def kernels(run: Callable[[], object], most: int = 25) -> list[dict[str, float | str | int]]:
-    """The kernels of one run, longest first: name, calls, milliseconds."""
+def once_on_host(run: Callable[[], object]) -> float:
+    """Milliseconds until a run has returned, which on a CPU is when its work is done."""
+    started = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def kernels(run: Callable[[], object], rest: float = 0.0, most: int = 25) -> list[dict[str, float | str | int]]:
+    """The kernels of one run, longest first: name, calls, milliseconds.
+
+    `rest`: seconds without work before it; without, the run that comes first has the coolest GPU and the fastest clock.
+    """
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()
+    time.sleep(rest)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()

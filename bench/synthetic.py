@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from engines import machine
+from engines.adapters import AdapterMode, has_sides, low_rank_name, weights_key
 from engines.backends.inductor import compile_graph
 from engines.declaration import axes, describe_exporter, describe_graph, tensor_record
 from engines.graphs import profile_graphs
 from engines.inductor_steps import compiled_from, compiled_ranges
-from engines.profile import Partition, Profile
+from engines.profile import Adapters, Partition, Profile
 from engines.quality import weights_of
 from engines.sessions.backend import Opening
 from engines.sessions.dtypes import TORCH
@@ -31,6 +32,7 @@ from engines.sessions.weights import aligned_offsets
 from engines.steps import content_key
 from engines.store import (
     SCHEMA_VERSION,
+    AdapterRecord,
     AxisRecord,
     CheckpointRecord,
     EngineRecord,
@@ -42,10 +44,16 @@ from engines.store import (
     TensorRecord,
     file_sha256,
 )
+from engines.switchable import ADAPTED, Switchable, switchables
+from export.artifacts.artifact import Artifact
+from export.artifacts.base import RELEASED
+from export.artifacts.read import read_artifact
 from export.binding import Binding, bind
 from export.checkpoint import Checkpoint
 from export.graphs.graph import Graph
 from export.miniature import write_sparse_released
+from export.miniature.artifacts import FOLDERS, write_artifacts
+from plugins.distilled import Distilled, PinnedSchedule
 from plugins.op import ONNX_OPSET
 
 PARTITION: Partition = "fl2va"
@@ -54,6 +62,9 @@ DEVICE = torch.device("cuda", 0)
 
 WEIGHT_DEVIATION = 0.02
 """Standard deviation of matrices' elements."""
+
+ARTIFACTS = "artifacts"
+"""Folder of the artifacts' files."""
 
 LONGEST = ("video_decoder_tile", "video_encoder_tile", "audio_decoder", "audio_encoder")
 """Graphs of thousands of operators, which take minutes to compile."""
@@ -64,19 +75,21 @@ E4M3_DEVIATION = 100.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """Graphs of a profile, by their names; `baked`: with random weights in their packages."""
+    """Graphs of a profile, by their names; `baked`: with random weights in their packages.
+
+    `adapters`: those that the store offers, by name; all are changes of the same linears, and have random weights.
+    """
 
     profile: Profile
     names: tuple[str, ...]
     baked: bool = False
+    adapters: tuple[tuple[str, AdapterMode], ...] = ()
 
 
 def synthetic_store(wanted: Wanted, folder: Path) -> EngineStore:
     """A store at released dimensions: lists all graphs of the profile, and has packages of the wanted ones."""
     compile_packages(folder, (wanted,))
-    checkpoint = _checkpoint(folder)
-    listed = profile_graphs(checkpoint, wanted.profile, PARTITION, folder / "weights")
-    return EngineStore(folder, _manifest(wanted, checkpoint, folder, listed))
+    return EngineStore(folder, _manifest(wanted, _checkpoint(folder), folder, _listed(wanted, folder)))
 
 
 def compile_packages(folder: Path, wanted: Iterable[Wanted], processes: int = 14) -> dict[str, float]:
@@ -119,31 +132,41 @@ class RandomWeights:
     manifest: Manifest
     graphs: tuple[str, ...]
     seed: int = 0
-    _drawn: dict[tuple[str, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    _drawn: dict[tuple[str, str, int], dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @contextmanager
-    def tensors(self, graph: str, instance: int, partition: Partition) -> Iterator[dict[str, torch.Tensor]]:
+    def tensors(
+        self, graph: str, instance: int, partition: Partition, adapter: str | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """Every weight of an instance."""
-        owner = weights_of(graph)
-        if (owner, instance) not in self._drawn:
-            self._drawn[owner, instance] = self._draw(owner, instance)
-        yield self._drawn[owner, instance]
+        own = self._once(weights_of(graph), PARTITION, instance, None)
+        yield own | self._once(weights_of(graph), weights_key(PARTITION, adapter), instance, adapter)
 
     def load_lasting(self) -> None:
-        """Draws the weights of every instance of those graphs."""
-        for graph in self.graphs:
+        """Draws the weights of every instance of those graphs, adapters' among them."""
+        for graph in {weights_of(name) for name in self.graphs}:
             for instance in range(self.manifest.graphs[graph].instances):
-                with self.tensors(graph, instance, PARTITION):
-                    pass
+                for adapter in (None, *self.manifest.adapters):
+                    if adapter is None or self.manifest.changes(adapter, graph):
+                        with self.tensors(graph, instance, PARTITION, adapter):
+                            pass
 
     def leave(self, graphs: Collection[str]) -> None:
         """All weights stay."""
 
-    def _draw(self, graph: str, instance: int) -> dict[str, torch.Tensor]:
+    def _once(self, graph: str, bound_as: str, instance: int, adapter: str | None) -> dict[str, torch.Tensor]:
+        key = graph, bound_as, instance
+        if key not in self._drawn:
+            self._drawn[key] = self._draw(*key, adapter)
+        return self._drawn[key]
+
+    def _draw(self, graph: str, bound_as: str, instance: int, adapter: str | None) -> dict[str, torch.Tensor]:
         """In one piece of memory, as a session keeps them."""
-        generator = torch.Generator(DEVICE).manual_seed(self.seed + 1000 * instance)
-        regions = self.manifest.bindings[PARTITION][graph][instance]
-        specs = self.manifest.graphs[graph].weights
+        place = 0 if adapter is None else 1 + list(self.manifest.adapters).index(adapter)
+        generator = torch.Generator(DEVICE).manual_seed(self.seed + 1000 * instance + place)
+        regions = self.manifest.bindings[bound_as][graph][instance]
+        engine = self.manifest.graphs[self.manifest.engine_of(graph, adapter)]
+        specs = [spec for spec in engine.weights if spec.name in regions]
         sizes = [math.prod(regions[spec.name].shape) * TORCH[spec.dtype].itemsize for spec in specs]
         offsets = aligned_offsets(sizes)
         memory = torch.empty(offsets[-1], dtype=torch.uint8, device=DEVICE)
@@ -170,28 +193,46 @@ def draw_weight(spec: TensorRecord, weight: torch.Tensor, generator: torch.Gener
 def draw_input(
     spec: TensorRecord, sizes: Mapping[str, int], generator: torch.Generator, below: int = 1
 ) -> torch.Tensor:
-    """An input on the device: standard normal, or integers below a bound."""
+    """An input on the generator's device: standard normal, or integers below a bound."""
     shape = tuple(sizes[d] if isinstance(d, str) else d for d in spec.shape)
     if TORCH[spec.dtype].is_floating_point:
         return _drawn(shape, TORCH[spec.dtype], 1.0, generator)
-    return torch.randint(below, shape, dtype=TORCH[spec.dtype], device=DEVICE, generator=generator)
+    return torch.randint(below, shape, dtype=TORCH[spec.dtype], device=generator.device, generator=generator)
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype, deviation: float, generator: torch.Generator) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(0, deviation, generator=generator)
+    return torch.empty(shape, dtype=dtype, device=generator.device).normal_(0, deviation, generator=generator)
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
+    """The release's sizes, and artifacts for them, in files without data."""
     path = folder / "checkpoint"
     if not path.exists():
         write_sparse_released(path, "native")
+    if not (folder / ARTIFACTS).exists():
+        write_artifacts(folder / ARTIFACTS, RELEASED.config, seed=None)
     return Checkpoint.open(path)
 
 
 def graphs(wanted: Wanted, folder: Path) -> tuple[Graph, ...]:
     """The wanted graphs at released dimensions."""
-    found = profile_graphs(_checkpoint(folder), wanted.profile, PARTITION, folder / "weights")
-    return tuple(graph for graph in found if graph.name in wanted.names)
+    return tuple(graph for graph in _listed(wanted, folder) if graph.name in wanted.names)
+
+
+def _listed(wanted: Wanted, folder: Path) -> tuple[Graph, ...]:
+    """All graphs of the profile, and, for adapters, those with low-rank sides."""
+    own = profile_graphs(_checkpoint(folder), wanted.profile, PARTITION, folder / "weights")
+    return (*own, *(graph for one in _low_rank(wanted, folder) for graph in one.graphs))
+
+
+def _low_rank(wanted: Wanted, folder: Path) -> tuple[Switchable, ...]:
+    """What every adapter with low-rank sides is, of a published one's sizes; none where none is wanted."""
+    if all(mode != "low_rank" for _, mode in wanted.adapters):
+        return ()
+    checkpoint, artifact = _checkpoint(folder), read_artifact(folder / ARTIFACTS / FOLDERS["turbo_4step"])
+    assert isinstance(artifact, Artifact)  # as the file of an adapter is
+    profile = wanted.profile.model_copy(update={"adapters": Adapters(mode="low_rank")})
+    return switchables(checkpoint, profile, [artifact], folder / "weights")
 
 
 def _drawn_on_host(binding: Binding) -> list[torch.Tensor]:
@@ -230,7 +271,7 @@ class _Compilation:
     def run(self) -> float:
         """Seconds that it takes."""
         started, profile = time.monotonic(), self.wanted.profile
-        (graph,) = graphs(Wanted(profile, (self.graph,)), self.folder)
+        (graph,) = graphs(replace(self.wanted, names=(self.graph,)), self.folder)
         binding = bind(graph)
         work = self.target.parent / f"work.{self.target.name}"
         work.mkdir(parents=True, exist_ok=True)
@@ -242,6 +283,10 @@ class _Compilation:
 
 def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequence[Graph]) -> Manifest:
     bindings = {graph.name: bind(graph) for graph in listed}
+    bound: dict[str, dict[str, Bound]] = {
+        PARTITION: {name: _regions(binding) for name, binding in bindings.items() if not has_sides(name)}
+    }
+    bound |= {weights_key(PARTITION, name): _changed(mode, bindings) for name, mode in wanted.adapters}
     return Manifest(
         schema_version=SCHEMA_VERSION,
         profile=wanted.profile,
@@ -251,8 +296,27 @@ def _manifest(wanted: Wanted, checkpoint: Checkpoint, folder: Path, listed: Sequ
         tokenizer=_file(folder, checkpoint.tokenizer_file),
         graphs={g.name: _record(wanted, folder, g, bindings[g.name]) for g in listed},
         weight_files=(),
-        bindings={PARTITION: {name: _regions(binding) for name, binding in bindings.items()}},
+        bindings=bound,
+        adapters={name: _adapter(name, mode) for name, mode in wanted.adapters},
     )
+
+
+def _changed(mode: AdapterMode, bindings: Mapping[str, Binding]) -> dict[str, Bound]:
+    """An adapter's own weights of each graph."""
+    own = {graph: _regions(bindings[graph]) for graph in ADAPTED if graph in bindings}
+    if mode == "merged":
+        return own
+    with_sides = {graph: _regions(bindings[low_rank_name(graph)]) for graph in own}
+    return {
+        graph: tuple({name: r for name, r in instance.items() if name not in own[graph][0]} for instance in instances)
+        for graph, instances in with_sides.items()
+    }
+
+
+def _adapter(name: str, mode: AdapterMode) -> AdapterRecord:
+    schedule = PinnedSchedule(forwards=4, video_shift=12.0, audio_shift=3.0)
+    distilled = Distilled(name=name, family="turbo", tasks=("t2va",), schedule=schedule)
+    return AdapterRecord(distilled=distilled, partition=PARTITION, mode=mode, path="")
 
 
 def _record(wanted: Wanted, folder: Path, graph: Graph, binding: Binding) -> EngineRecord:
@@ -280,7 +344,11 @@ def _record(wanted: Wanted, folder: Path, graph: Graph, binding: Binding) -> Eng
     )
 
 
-def _regions(binding: Binding) -> tuple[dict[str, Region], ...]:
+Bound = tuple[dict[str, Region], ...]
+"""The weights of each instance of a graph."""
+
+
+def _regions(binding: Binding) -> Bound:
     """Shapes alone: nothing is read."""
     return tuple({n: Region(0, 0, tuple(s.shape)) for n, s in instance.items()} for instance in binding.instances)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,10 +50,10 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
 
 
 def describe_checkpoint(checkpoint: Checkpoint, partition: str) -> dict[str, Any]:
-    """The checkpoint's layout and every component's configuration."""
+    """The checkpoint's layout and every component's configuration: what its engines depend on, which no shift is."""
     return {
         "layout": checkpoint.layout,
-        "dimensions": checkpoint.dimensions.model_dump(),
+        "dimensions": checkpoint.dimensions.model_dump(exclude={"video_shift", "audio_shift"}),
         "configurations": {name: checkpoint.config(name, partition) for name in COMPONENTS},
     }
 
@@ -110,19 +110,20 @@ def _package_files(package: ModuleType) -> list[Path]:
 
 def _structures(graph: Graph, binding: Binding, instance: int) -> dict[str, Any]:
     names = {stored.key: name for name, stored in binding.instances[instance].items()}
-    return {parameter: _structure(weight, names) for parameter, weight in sorted(graph.weights[instance].items())}
+    weights = sorted(graph.weights[instance].items())
+    return {parameter: structure(weight, lambda stored: names[stored.key]) for parameter, weight in weights}
 
 
-def _structure(weight: Weight, names: Mapping[str, str]) -> list[Any]:
-    """How a parameter is made of stored tensors.
+def structure(weight: Weight, name: Callable[[Stored], str]) -> list[Any]:
+    """How a parameter is made of stored tensors, which `name` tells apart.
 
     An expression is told by its parts and the strides of its value, since its functions cannot be compared: tensors
     split per head and tensors stacked have the same shapes.
     """
     if isinstance(weight, Stored):
-        return [names[weight.key]]
+        return [name(weight)]
     value = weight.evaluate(lambda stored: torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
-    parts = [_structure(part, names) for part in _parts(weight)]
+    parts = [structure(part, name) for part in _parts(weight)]
     return [type(weight).__name__, parts, list(value.shape), list(value.stride()), value.storage_offset()]
 
 

@@ -67,7 +67,7 @@ class GraphSteps(ABC):
         baked = {p: self._baked_files(p, records) for p in PARTITIONS}
         model = self._model(records, "emit")
         return EngineRecord(
-            key=records[self._last].key,
+            key=records[self.last].key,
             file=self._engine_file(records),
             baked={partition: files for partition, files in baked.items() if files},
             instances=len(self.graph.weights),
@@ -85,7 +85,7 @@ class GraphSteps(ABC):
 
     @property
     @abstractmethod
-    def _last(self) -> str:
+    def last(self) -> str:
         """Name of the step that makes the engine."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ import torch
 from engines import backends, machine
 from engines.backend import installed
 from engines.backends import inductor as backend
+from engines.build_host import missing_gpu
 from engines.declaration import describe_backend
 from engines.graph_steps import GraphSteps, Records
 from engines.profile import Partition, Profile
@@ -48,7 +49,7 @@ class InductorSteps(GraphSteps):
             "exporter": exporter["source"],
             **compiled_from(self.graph, self.binding, self._profile),
         }
-        compiled = Step(self._last, depends_on, self._do_compile, (self._name("emit"),))
+        compiled = Step(self.last, depends_on, self._do_compile, (self._name("emit"),))
         return [self._emit(checkpoint, exporter), self._compare(exporter, weights, "emit"), compiled]
 
     def bake_steps(self, partition: Partition, weights: WeightTable) -> list[Step]:
@@ -56,18 +57,18 @@ class InductorSteps(GraphSteps):
         return []
 
     @property
-    def _last(self) -> str:
+    def last(self) -> str:
         return self._name("compile")
 
     def _plan(self, records: Records) -> None:
         return None
 
     def _program(self, records: Records) -> ProgramRecord:
-        facts = records[self._last].facts
-        return ProgramRecord.model_validate({**facts, "reproduce": self._reproduce(self._last)})
+        facts = records[self.last].facts
+        return ProgramRecord.model_validate({**facts, "reproduce": self._reproduce(self.last)})
 
     def _engine_file(self, records: Records) -> FileRecord:
-        return records[self._last].files[0]
+        return records[self.last].files[0]
 
     def _baked_files(self, partition: Partition, records: Records) -> tuple[FileRecord, ...]:
         return ()
@@ -79,7 +80,7 @@ class InductorSteps(GraphSteps):
         if reason := _put_off(self._profile):
             raise Deferred(reason)
         device = torch.device("cuda", 0) if self._profile.on_gpu else _CPU
-        package = self._work.directory(self._last) / "program.pt2"
+        package = self._work.directory(self.last) / "program.pt2"
         started = time.monotonic()
         ranges = compiled_ranges(self.graph, self.binding, self._profile)
         called = backend.compile_graph(self.graph, self.binding, ranges, device, package)
@@ -118,11 +119,5 @@ def _put_off(profile: Profile) -> str | None:
     """Why this machine cannot compile the profile's programs; None if it can."""
     if reason := backend.missing_compiler():
         return reason
-    if profile.device is None:
-        return None
-    found = machine.gpu_capabilities()[:1]
-    if found == (profile.device.capability,):
-        return None
-    here = f"GPU 0 here has {found[0]}" if found else "there is no GPU here"
-    wanted = f"{profile.device.title} (compute capability {profile.device.capability})"
-    return f"inductor times its kernels on the GPU that they are for, {wanted}; {here}"
+    lacking = missing_gpu(profile.device) if profile.device else None
+    return None if lacking is None else f"inductor times its kernels on the GPU that they are for, {lacking}"

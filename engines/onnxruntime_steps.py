@@ -34,14 +34,14 @@ class OnnxRuntimeSteps(GraphSteps):
         return [Step(self._bake_name(partition), depends_on, partial(self._do_bake, partition), (self._name("lower"),))]
 
     @property
-    def _last(self) -> str:
+    def last(self) -> str:
         return self._name("lower")
 
     def _plan(self, records: Records) -> None:
         return None
 
     def _engine_file(self, records: Records) -> FileRecord:
-        return records[self._last].files[0]
+        return records[self.last].files[0]
 
     def _baked_files(self, partition: Partition, records: Records) -> tuple[FileRecord, ...]:
         name = self._bake_name(partition)
@@ -54,7 +54,7 @@ class OnnxRuntimeSteps(GraphSteps):
         return self._name(f"bake.{partition}")
 
     def _lower(self) -> Step:
-        return Step(self._last, describe_backend(backend), self._do_lower, (self._name("emit"),))
+        return Step(self.last, describe_backend(backend), self._do_lower, (self._name("emit"),))
 
     def _do_lower(self, records: Records) -> Product:
         engine = backend.lower(self._model(records, "emit"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from engines import machine
+from engines.adapters import AdapterMode
 from engines.quality import Tier, further_engines
-from plugins.block_attention import BlockAttention, skips
+from plugins.block_attention import ATTENTIONS, BlockAttention, ChosenAttention, skips
+from plugins.distilled import ArtifactTask, Distilled
 
 PROFILES = Path(__file__).parent / "profiles"
 """Directory of the profiles that are shipped."""
@@ -48,6 +50,9 @@ _RULES = {
 
 Partition = Literal["fl2va", "ref2va"]
 PARTITIONS: tuple[Partition, ...] = get_args(Partition)
+
+PARTITION_OF: Mapping[ArtifactTask, Partition] = {"t2va": "fl2va", "fl2va": "fl2va", "ref2va": "ref2va"}
+"""The set of transformer weights that serves a task."""
 
 Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx", "inductor"]
 
@@ -166,11 +171,27 @@ class Skipping(_Table):
     skip_below: Annotated[float, Field(ge=0, le=1)] = 0.97
 
 
+def _chosen(value: object) -> object:
+    if value not in ATTENTIONS:
+        raise ValueError(f"must be {', '.join(map(repr, ATTENTIONS[:-1]))} or {ATTENTIONS[-1]!r}")
+    return value
+
+
 class Attention(Skipping):
     """Attention of the transformer's blocks and of the refiner's, in requests that choose no tier."""
 
-    blocks: BlockAttention
+    blocks: Annotated[BlockAttention, BeforeValidator(_chosen)]
     refiner: Literal["dense"]
+
+
+class Adapters(_Table):
+    """How the store offers adapters that requests choose between.
+
+    "low_rank" takes little memory, and a little time in each of their requests; "merged" takes the memory of the
+    transformer's linears once more for each adapter, and no time.
+    """
+
+    mode: AdapterMode = "low_rank"
 
 
 class Ranks(_Table):
@@ -236,7 +257,8 @@ class Profile(_Table):
     partitions: Annotated[tuple[Partition, ...], Field(min_length=1, strict=False)]
     precision: Precision
     attention: Attention
-    quality: dict[BlockAttention, Skipping] = {}
+    quality: dict[ChosenAttention, Skipping] = {}
+    adapters: Adapters = Adapters()
     ranks: Ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
     residency: Residency | None = None
     row_chunk: Annotated[int, Field(ge=0)] = 0
@@ -293,10 +315,26 @@ class Profile(_Table):
         """Whether engines are for a GPU; inductor compiles for a CPU where no device is named."""
         return self.backend.startswith("tensorrt") or (self.device is not None and self.backend == "inductor")
 
+    def serving(self, student: Distilled | None) -> Profile:
+        """The profile as it is for a model: what its engines are built and its requests served by.
+
+        A student has the transformers of its tasks. One that has learned to attend to a part of the video attends so,
+        and has that one tier.
+        """
+        if student is None:
+            return self
+        served = {PARTITION_OF[task] for task in student.tasks}
+        changes: dict[str, Any] = {"partitions": tuple(one for one in self.partitions if one in served)}
+        if student.video_sparse is not None:
+            unskipped = Skipping().model_dump()
+            changes["attention"] = self.attention.model_copy(update={**unskipped, "blocks": "vsa"})
+            changes["quality"] = {}
+        return self.model_copy(update=changes)
+
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers of quality that requests may choose; the first is that of requests that choose none."""
-        kinds: dict[BlockAttention, Skipping] = {self.attention.blocks: self.attention, **self.quality}
+        kinds: list[tuple[BlockAttention, Skipping]] = [(self.attention.blocks, self.attention), *self.quality.items()]
         return tuple(
             Tier(
                 linears=self.precision.denoiser,
@@ -304,7 +342,7 @@ class Profile(_Table):
                 skip_threshold=skipping.skip_threshold,
                 skip_below=skipping.skip_below,
             )
-            for kind, skipping in kinds.items()
+            for kind, skipping in kinds
         )
 
     @property

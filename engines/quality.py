@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engines.adapters import without_sides
 from plugins.block_attention import ATTENTIONS, SKIPPING, BlockAttention
 
 Linears = Literal["float32", "bfloat16", "fp8", "nvfp4"]
@@ -20,11 +21,14 @@ QUANTISED: tuple[Linears, ...] = ("fp8", "nvfp4")
 
 LOSSLESS = "lossless"
 
+UNCHANGED: tuple[BlockAttention, ...] = ("dense", "vsa")
+"""How blocks attend in models as they are released, students among them."""
+
 
 def tier_name(linears: Linears, attention: BlockAttention) -> str:
     """The name of a tier, such as "lossless", "skip" or "fp8+sage"."""
     changes = [linears] if linears in QUANTISED else []
-    return "+".join([*changes, *([attention] if attention != "dense" else [])]) or LOSSLESS
+    return "+".join([*changes, *([attention] if attention not in UNCHANGED else [])]) or LOSSLESS
 
 
 TIERS: dict[str, tuple[Linears, BlockAttention]] = {
@@ -75,6 +79,7 @@ def served_by(attention: BlockAttention, built: Collection[BlockAttention]) -> B
 
 def weights_of(graph: str) -> str:
     """The graph whose weights a graph reads: its own, or those that it is a variant of."""
+    graph = without_sides(graph)
     whole, _, kind = graph.rpartition(".")
     return whole if kind in ATTENTIONS else graph
 

@@ -1,4 +1,4 @@
-"""The step that writes the file of a component's quantised weights into the store."""
+"""The step that writes a file of weights into the store: a component's, quantised, or an adapter's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class QuantiseStep:
 
     def _do(self, records: Mapping[str, Record]) -> Product:
         self.sidecar.write(self._report)
-        facts: dict[str, Any] = {"scheme": self.sidecar.scheme.name, "bytes": self.sidecar.size}
+        facts: dict[str, Any] = {"scheme": self.sidecar.encoding.name, "bytes": self.sidecar.size}
         return Product(facts, {self._path: self.sidecar.path})
 
     def _report(self, weight: str, written: int, size: int) -> None:

@@ -11,16 +11,19 @@ import math
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from engines import machine
+from engines.adapters import AdapterMode, has_sides, low_rank_name, weights_key, without_sides
 from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile, ProfileError
-from plugins.dimensions import Dimensions
+from engines.quality import Tier, weights_of
+from plugins.block_attention import BlockAttention
+from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions, Dimensions
 from plugins.distilled import Distilled
 
 SCHEMA_VERSION = 4
@@ -186,24 +189,37 @@ class AdapterRecord(_Record):
     """An adapter that requests may choose: which weights of the transformer it changes.
 
     Its own weights are `bindings["PARTITION+NAME"]`, of the graphs that it changes and no others: with "merged" all
-    weights of these graphs, changed; with "low_rank" those that their variants have beside the partition's.
+    weights of these graphs, changed; with "low_rank" those that their variants have beside the partition's. `path` is
+    the artifact that they were made from.
     """
 
     distilled: Distilled
     partition: Partition
-    mode: Literal["low_rank", "merged"]
+    mode: AdapterMode
+    path: str
+
+
+class Extent(NamedTuple):
+    """Where in its file a tensor lies: offset from the file's start in bytes, and its shape."""
+
+    offset: int
+    shape: tuple[int, ...]
 
 
 class TableRecord(_Record):
     """The AdaLN parameters of a pinned schedule, computed when the store was built.
 
     The safetensors file holds, in the modulation graphs' dtype, `blocks` [forwards, layers, M*3, 6*hidden] and `head`
-    [forwards, M, 2*hidden]. `weights_sha256` is of the weights that it was made from, `timesteps` [forwards][M] are the
-    slots' (float32); `engine` is the key of the engine that made it.
+    [forwards, M, 2*hidden]. `weights_sha256` is of the weights that it was made from, of `weights_bytes` in all, and
+    `timesteps` [forwards][M] are the slots' (float32); `engine` is the key of the engine that made it.
     """
 
     file: FileRecord
+    dtype: Dtype
+    blocks: Extent
+    head: Extent
     weights_sha256: str
+    weights_bytes: int
     timesteps: tuple[tuple[float, ...], ...]
     engine: str
 
@@ -226,6 +242,7 @@ class Begun(_Record):
     fingerprint: str
     sample: str
     profile: Profile
+    adapters: tuple[str, ...] = ()
 
     @staticmethod
     def read(store: str | Path) -> Begun:
@@ -249,10 +266,13 @@ class Begun(_Record):
 class Manifest(_Record):
     """Everything that running the engines needs to know, and everything that made them.
 
-    `bindings[partition][graph][instance]` maps each weight of the graph, by name, to its region.
+    `bindings[partition][graph][instance]` maps each weight of the graph, by name, to its region; graphs with low-rank
+    sides read those of the graphs without, and an adapter's.
 
     student: the checkpoint is one that has this schedule and no other. adapters: by name, what requests may choose
-    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the name of student or adapter.
+    beside the checkpoint itself. tables: the modulation of the pinned schedules, by the same keys as `bindings`. A
+    store of a student has no modulation graphs, and binds none of their weights: it has a table for each partition.
+    `profile` is as it was written; `attention`, `tiers` and `partitions` are what it is for the checkpoint.
     """
 
     schema_version: int
@@ -267,6 +287,61 @@ class Manifest(_Record):
     student: Distilled | None = None
     adapters: dict[str, AdapterRecord] = {}
     tables: dict[str, TableRecord] = {}
+
+    def engine_of(self, graph: str, adapter: str | None) -> str:
+        """The graph that computes what a graph does, with an adapter's weights."""
+        if adapter is None or self.adapters[adapter].mode == "merged" or not self.changes(adapter, graph):
+            return graph
+        return low_rank_name(graph)
+
+    def changes(self, adapter: str, graph: str) -> bool:
+        """Whether an adapter has weights of a graph's."""
+        return weights_of(graph) in self.bindings[weights_key(self.adapters[adapter].partition, adapter)]
+
+    def regions(self, graph: str, instance: int, partition: Partition, adapter: str | None = None) -> dict[str, Region]:
+        """Where each weight of an instance lies: the partition's, and the adapter's in place of them or beside them."""
+        own = self.bindings[partition][without_sides(graph)][instance]
+        if adapter is None or not self.changes(adapter, graph):
+            return own
+        return own | self.bindings[weights_key(partition, adapter)][weights_of(graph)][instance]
+
+    @property
+    def serving(self) -> Profile:
+        """The profile as it is for this checkpoint."""
+        return self.profile.serving(self.student)
+
+    @property
+    def attention(self) -> BlockAttention:
+        """How the blocks attend in requests that choose no tier."""
+        return self.serving.attention.blocks
+
+    @property
+    def further_attention(self) -> tuple[BlockAttention, ...]:
+        """The attentions that have an engine of their own beside that of `attention`."""
+        return self.serving.further_attention
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of quality that requests may choose; the first is that of requests that choose none."""
+        return self.serving.tiers
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """The transformers that are served."""
+        return self.serving.partitions
+
+    def bound_bytes(self, graphs: Collection[str]) -> int:
+        """Bytes of weights that some graphs are bound to, those of all partitions together, each region once."""
+        dtypes = {(graph, weight.name): weight.dtype for graph, e in self.graphs.items() for weight in e.weights}
+        found = {
+            region: region.nbytes(dtypes[graph, name])
+            for partition in self.partitions
+            for graph, instances in self.bindings[partition].items()
+            if graph in graphs
+            for regions in instances
+            for name, region in regions.items()
+        }
+        return sum(found.values())
 
 
 class EngineStore:
@@ -297,7 +372,7 @@ class EngineStore:
             store._verify_file(record)
         for weights in store.manifest.weight_files:
             store._verify_weights(weights)
-        for problem in store._unbound():
+        for problem in (*store._unbound(), *store._untabled()):
             raise store._error(f"{root / MANIFEST}: {problem}")
         return store
 
@@ -339,7 +414,8 @@ class EngineStore:
         engines = self.manifest.graphs.values()
         baked = [file for engine in engines for files in engine.baked.values() for file in files]
         layers = [engine.plan.layers for engine in engines if engine.plan is not None]
-        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked, *layers]
+        tables = [table.file for table in self.manifest.tables.values()]
+        return [self.manifest.tokenizer, *(engine.file for engine in engines), *baked, *layers, *tables]
 
     def _verify_backend(self) -> None:
         package = self.manifest.profile.backend
@@ -413,21 +489,69 @@ class EngineStore:
 
     def _unbound(self) -> Iterator[str]:
         """Instances whose weights are not those of their graph, each within one of the weight files."""
-        sizes = [file.size for file in self.manifest.weight_files]
-        for partition in self.manifest.profile.partitions:
+        for partition in self.manifest.partitions:
             bound = self.manifest.bindings.get(partition, {})
             for name, engine in self.manifest.graphs.items():
-                instances = bound.get(name, ())
-                if len(instances) != engine.instances:
-                    yield f"bindings.{partition}.{name}: {engine.instances} instances expected, {len(instances)} found"
-                for index, regions in enumerate(instances):
-                    wrong = [w.name for w in engine.weights if not _lies_in(sizes, regions.get(w.name), w.dtype)]
-                    if wrong or len(regions) != len(engine.weights):
-                        what = wrong[0] if wrong else "a weight that the graph does not have"
-                        yield f"bindings.{partition}.{name}.{index}: {what}: not within the weight files"
+                if not has_sides(name):
+                    yield from self._misbound(f"bindings.{partition}.{name}", engine, bound.get(name, ()))
+        for adapter, record in self.manifest.adapters.items():
+            yield from self._unbound_of(adapter, record)
+
+    def _unbound_of(self, adapter: str, record: AdapterRecord) -> Iterator[str]:
+        """The same of the graphs that an adapter changes."""
+        key = weights_key(record.partition, adapter)
+        graphs, own = self.manifest.graphs, self.manifest.bindings.get(record.partition, {})
+        for name, changed in self.manifest.bindings.get(key, {}).items():
+            engine = graphs.get(low_rank_name(name) if record.mode == "low_rank" else name)
+            if engine is None or len(changed) != len(own.get(name, ())):
+                yield f"bindings.{key}.{name}: a graph of the store, and its instances, expected"
+                continue
+            together = [a | b for a, b in zip(own[name], changed, strict=True)]
+            yield from self._misbound(f"bindings.{key}.{name}", engine, together)
+        if not self.manifest.bindings.get(key):
+            yield f"bindings.{key}: weights of adapters.{adapter} expected, none found"
+
+    def _misbound(self, place: str, engine: EngineRecord, instances: Sequence[Mapping[str, Region]]) -> Iterator[str]:
+        sizes = [file.size for file in self.manifest.weight_files]
+        if len(instances) != engine.instances:
+            yield f"{place}: {engine.instances} instances expected, {len(instances)} found"
+        for index, regions in enumerate(instances):
+            wrong = [w.name for w in engine.weights if not _lies_in(sizes, regions.get(w.name), w.dtype)]
+            if wrong or len(regions) != len(engine.weights):
+                what = wrong[0] if wrong else "a weight that the graph does not have"
+                yield f"{place}.{index}: {what}: not within the weight files"
+
+    def _untabled(self) -> Iterator[str]:
+        """Schedules that have no tables where they must, and tables that are not of a schedule."""
+        manifest = self.manifest
+        schedules = {weights_key(a.partition, name): a.distilled.schedule for name, a in manifest.adapters.items()}
+        if manifest.student is not None:
+            schedules |= dict.fromkeys(manifest.partitions, manifest.student.schedule)
+            for partition in manifest.partitions:
+                if partition not in manifest.tables:
+                    yield f"tables.{partition}: is missing; {manifest.student.name} pins its schedule"
+        for name, table in manifest.tables.items():
+            if name not in schedules:
+                yield f"tables.{name}: is of no student or adapter of the store"
+                continue
+            length = (self.root / table.file.path).stat().st_size
+            for problem in _misfits(table, schedules[name].forwards, manifest.dimensions.denoiser, length):
+                yield f"tables.{name}.{problem}"
 
     def _error(self, text: str) -> StoreError:
         return StoreError(f"{text}; {rebuild_advice(self.root)}")
+
+
+def _misfits(table: TableRecord, forwards: int, size: DenoiserDimensions, length: int) -> Iterator[str]:
+    """What tables of a schedule of so many forwards have against them, in a file of so many bytes."""
+    if [len(slots) for slots in table.timesteps] != [TIMESTEP_SLOTS] * forwards:
+        yield f"timesteps: {forwards} steps of {TIMESTEP_SLOTS} slots expected"
+    blocks = (forwards, size.layers, TIMESTEP_SLOTS * MODALITIES, 6 * size.hidden)
+    head = (forwards, TIMESTEP_SLOTS, 2 * size.hidden)
+    for name, extent, shape in (("blocks", table.blocks, blocks), ("head", table.head, head)):
+        nbytes = math.prod(shape) * ITEM_BYTES[table.dtype]
+        if extent.shape != shape or not 0 <= extent.offset <= length - nbytes:
+            yield f"{name}: {list(shape)} within the file's {length:,} bytes expected"
 
 
 def _lies_in(sizes: list[int], region: Region | None, dtype: Dtype) -> bool:
@@ -437,9 +561,10 @@ def _lies_in(sizes: list[int], region: Region | None, dtype: Dtype) -> bool:
     return 0 <= region.offset <= sizes[region.file] - region.nbytes(dtype)
 
 
-def rebuild_command(store: Path, profile: str, checkpoint: str | Path) -> str:
+def rebuild_command(store: Path, profile: str, checkpoint: str | Path, adapters: Iterable[str] = ()) -> str:
     """The command line that builds this store, or builds it again; its words are quoted for a shell."""
     options = ["--profile", profile, "--checkpoint", str(checkpoint), "--store", str(store.absolute())]
+    options += [word for adapter in adapters for word in ("--adapter", adapter)]
     return shlex.join(["h3trt", "engines", "build", *options])
 
 
@@ -454,7 +579,9 @@ def rebuild_advice(store: Path) -> str:
         command = rebuild_command(store, store.name if shipped else "PROFILE", "CHECKPOINT")
         words = "the checkpoint's directory" if shipped else "the profile and the checkpoint's directory"
         return f"nothing here tells what it was built from; to build, run, with {words} put in: {command}"
-    return f"to rebuild, run: {rebuild_command(store, outline.profile.name, outline.checkpoint.root)}"
+    adapters = [adapter.path for adapter in outline.adapters.values()]
+    command = rebuild_command(store, outline.profile.name, outline.checkpoint.root, adapters)
+    return f"to rebuild, run: {command}"
 
 
 def _resume_advice(store: Path) -> str:
@@ -462,7 +589,7 @@ def _resume_advice(store: Path) -> str:
         begun = Begun.read(store)
     except StoreError as error:
         return str(error)
-    command = rebuild_command(store, begun.profile.name, begun.checkpoint)
+    command = rebuild_command(store, begun.profile.name, begun.checkpoint, begun.adapters)
     return f"its build was begun and not finished; to go on, run: {command} --resume"
 
 
@@ -539,12 +666,17 @@ class _OutlineCheckpoint(BaseModel):
     root: str
 
 
+class _OutlineAdapter(BaseModel):
+    path: str
+
+
 class _Outline(BaseModel):
     """What the manifest of every version has: enough to say which version it is, and how to make it anew."""
 
     schema_version: int
     profile: _OutlineProfile
     checkpoint: _OutlineCheckpoint
+    adapters: dict[str, _OutlineAdapter] = {}
 
 
 def _schema_version(root: Path, content: bytes) -> int:

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from engines import layers, machine, tensorrt
+from engines import layers, tensorrt
 from engines.backend import BackendMissing, backend_version, installed
 from engines.backends import tensorrt as backend
 from engines.backends.tensorrt.expectation import expected
@@ -20,6 +20,7 @@ from engines.backends.tensorrt.lowering import PLUGINS
 from engines.backends.tensorrt.process import build_plan
 from engines.backends.tensorrt.request import Constant, PlanRequest, PlanResult
 from engines.backends.tensorrt.shapes import optimisation_profiles
+from engines.build_host import missing_gpu
 from engines.declaration import axes, describe_backend
 from engines.graph_steps import GraphSteps, Records, model_bytes, single_file
 from engines.plan.plan import STAGE_OF, Plan
@@ -55,7 +56,7 @@ class TensorRTSteps(GraphSteps):
 
     def steps(self, checkpoint: Mapping[str, Any], exporter: Mapping[str, Any], weights: WeightTable) -> list[Step]:
         """Emit, compare, plan."""
-        plan = Step(self._last, self._plan_depends_on, partial(self._do_plan, None), (self._name("emit"),))
+        plan = Step(self.last, self._plan_depends_on, partial(self._do_plan, None), (self._name("emit"),))
         return [self._emit(checkpoint, exporter), self._compare(exporter, weights, "emit"), plan]
 
     def bake_steps(self, partition: Partition, weights: WeightTable) -> list[Step]:
@@ -63,17 +64,17 @@ class TensorRTSteps(GraphSteps):
         return [self._bake(partition, instance, weights) for instance in range(len(self.binding.instances))]
 
     @property
-    def _last(self) -> str:
+    def last(self) -> str:
         return self._name("plan")
 
     def _plan(self, records: Records) -> PlanRecord:
-        facts = records[self._last].facts
+        facts = records[self.last].facts
         return PlanRecord.model_validate(
-            {**facts, "layers": records[self._last].files[1].model_dump(), "reproduce": self._reproduce(self._last)}
+            {**facts, "layers": records[self.last].files[1].model_dump(), "reproduce": self._reproduce(self.last)}
         )
 
     def _engine_file(self, records: Records) -> FileRecord:
-        return records[self._last].files[0]
+        return records[self.last].files[0]
 
     def _baked_files(self, partition: Partition, records: Records) -> tuple[FileRecord, ...]:
         return single_file(records, (self._bake_name(partition, i) for i in range(len(self.binding.instances))))
@@ -112,7 +113,7 @@ class TensorRTSteps(GraphSteps):
     def _do_plan(self, baked: tuple[Partition, int] | None, records: Records) -> Product:
         if reason := _put_off(self._profile):
             raise Deferred(reason)
-        name = self._last if baked is None else self._bake_name(*baked)
+        name = self.last if baked is None else self._bake_name(*baked)
         work = self._work.directory(name)
         plan = work / "plan"
         result = build_plan(self._request(records, work, baked), plan, partial(self._work.report, name))
@@ -189,9 +190,5 @@ def _put_off(profile: Profile) -> str | None:
     if profile.backend == "tensorrt_rtx":
         return None
     assert profile.device is not None  # a profile on GPUs has one
-    found = machine.gpu_capabilities()[:1]
-    if found == (profile.device.capability,):
-        return None
-    here = f"GPU 0 here has {found[0]}" if found else "there is no GPU here"
-    wanted = f"{profile.device.title} (compute capability {profile.device.capability})"
-    return f"TensorRT times its kernels on the GPU that they are for, {wanted}; {here}"
+    lacking = missing_gpu(profile.device)
+    return None if lacking is None else f"TensorRT times its kernels on the GPU that they are for, {lacking}"

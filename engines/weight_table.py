@@ -28,13 +28,15 @@ class Written:
 class WeightTable:
     """Every weight file that some bindings read; `files` is in the manifest's order.
 
-    `written` are those of them, by absolute path, that need not exist yet.
+    `written` are those of them, by absolute path, that need not exist yet. They come last, in the given order: what is
+    read of the others stays where it is when one is added at the end.
     """
 
     def __init__(self, bindings: Iterable[Binding], written: Mapping[Path, Written]) -> None:
         paths = {s.file for binding in bindings for instance in binding.instances for s in instance.values()}
         self._written = written
-        self._index = {path: index for index, path in enumerate(sorted(paths))}
+        order = {path: index for index, path in enumerate(written, start=1)}
+        self._index = {p: index for index, p in enumerate(sorted(paths, key=lambda path: (order.get(path, 0), path)))}
         self.files: tuple[WeightFile, ...] = tuple(
             written[path].file if path in written else weight_file(path) for path in self._index
         )
@@ -47,6 +49,11 @@ class WeightTable:
     def files_json(self) -> list[Any]:
         """The files as JSON values."""
         return [file.model_dump() for file in self.files]
+
+    @property
+    def places(self) -> list[str]:
+        """The files in their order, which regions tell by index."""
+        return [file.path for file in self.files]
 
     def made_by(self, instances: Iterable[Mapping[str, Stored]]) -> tuple[str, ...]:
         """The steps that must have been done before those instances can be read."""

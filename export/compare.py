@@ -70,7 +70,9 @@ def compare(emitted: Emitted, instance: int = 0, seed: int = 0) -> Comparison:
 
 
 def draw(spec: TensorSpec, sizes: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:
-    """A random input: standard normal, or integers below the declared bound."""
+    """A trial's input: what its declaration makes, or else standard normal, or integers below the declared bound."""
+    if spec.trial is not None:
+        return spec.trial(sizes)
     shape = resolve(spec.shape, sizes)
     if spec.dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(spec.dtype)

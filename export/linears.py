@@ -28,17 +28,24 @@ class Linears:
     """A graph's linear layers by name; `*` stands for every index of a list of modules.
 
     `alternatives` are ways to hold the same projections: the layers of exactly one of them are there and quantised.
+    `optional` layers are those of some models; they are quantised.
     """
 
     quantised: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     alternatives: tuple[tuple[str, ...], ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 def _project(prefix: str) -> tuple[tuple[str, ...], ...]:
     """The projections into a transformer block's attention, in each way that a checkpoint packs them."""
     packings = (("qkv",), ("query", "key", "value"))
     return tuple(tuple(f"{prefix}attention.project.{name}" for name in packing) for packing in packings)
+
+
+def _gate(prefix: str) -> tuple[str, ...]:
+    """The gate of a block that attends to video tiles."""
+    return (f"{prefix}attention.gate",)
 
 
 def _finish(prefix: str) -> tuple[str, ...]:
@@ -66,8 +73,8 @@ LINEARS: Mapping[Quantisable, Mapping[str, Linears]] = {
         "modulation.time": Linears(kept=("linear_1", "linear_2")),
         "modulation.adaln": Linears(kept=("linear",)),
         "prologue": Linears(kept=("proj_in", "audio_proj_in")),
-        "block": Linears(quantised=_finish("finish."), alternatives=_project("project.")),
-        "block.project": Linears(alternatives=_project("")),
+        "block": Linears(_finish("finish."), alternatives=_project("project."), optional=_gate("project.")),
+        "block.project": Linears(alternatives=_project(""), optional=_gate("")),
         "block.attend": Linears(),
         "block.finish": Linears(quantised=_finish("")),
         "epilogue": Linears(kept=("proj_out", "audio_proj_out")),
@@ -86,7 +93,8 @@ def quantised_linears(graph: Graph) -> tuple[str, ...]:
         module = graph.module()
     listed = _listed(graph)
     found = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    quantised = {*_expand(module, listed.quantised), *_packing(graph, module, listed, found)}
+    optional = set(_expand(module, listed.optional)) & set(found)
+    quantised = {*_expand(module, listed.quantised), *_packing(graph, module, listed, found), *optional}
     kept = set(_expand(module, listed.kept))
     if missing := sorted((quantised | kept) - set(found)):
         raise LinearsError(f"graph {graph.name}: has no linear layer {missing}, which export.linears lists")

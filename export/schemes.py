@@ -1,4 +1,4 @@
-"""The schemes of quantisation: a linear layer's module, its stored tensors, and how a weight becomes them by rows."""
+"""How weights are held in files of ours: quantised, as the parameters of a linear layer's module, or as they are."""
 
 from __future__ import annotations
 
@@ -45,15 +45,12 @@ class Nvfp4Linear(nn.Module):
         return nvfp4_linear.OP(x, self.weight_packed, self.weight_block_scale, self.weight_scale)
 
 
-class Scheme(ABC):
-    """One scheme. A weight [N, K] is quantised in slabs of rows, after what concerns all of it has been found."""
+class Encoding(ABC):
+    """How a weight [N, K] is held. It is encoded in slabs of rows, after what concerns all of it has been found."""
 
-    name: ClassVar[SchemeName]
-    linear: ClassVar[type[nn.Module]]
+    name: ClassVar[str]
     suffixes: ClassVar[Mapping[str, str]]
-    """The module's parameters, and what their names in a file end in."""
-    largest_flip: ClassVar[float]
-    """How far a rounding that falls to the other side moves an activation, as a share of its row's largest."""
+    """The parameters that a weight becomes, and what their names in a file end in after the weight's; may be empty."""
 
     @abstractmethod
     def tensors(self, shape: tuple[int, ...]) -> dict[str, Declared]:
@@ -66,6 +63,30 @@ class Scheme(ABC):
     @abstractmethod
     def rows(self, slab: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters that have a row for each row of the weight, for a slab of it as it is stored."""
+
+
+class Scheme(Encoding):
+    """A scheme of quantisation."""
+
+    name: ClassVar[SchemeName]
+    linear: ClassVar[type[nn.Module]]
+    """The module that has the parameters."""
+    largest_flip: ClassVar[float]
+    """How far a rounding that falls to the other side moves an activation, as a share of its row's largest."""
+
+
+class _Plain(Encoding):
+    name = "plain"
+    suffixes: ClassVar[Mapping[str, str]] = {"weight": ""}
+
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, Declared]:
+        return {"weight": Declared(shape, torch.bfloat16)}
+
+    def whole(self, slabs: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def rows(self, slab: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"weight": slab.to(torch.bfloat16)}
 
 
 class _Fp8(Scheme):
@@ -117,6 +138,9 @@ class _Nvfp4(Scheme):
         values, block_scale = nvfp4_linear.quantise_blocks(slab.float(), whole["weight_scale"])
         return {"weight_packed": nvfp4_linear.pack(values.flatten(-2)), "weight_block_scale": block_scale}
 
+
+PLAIN: Encoding = _Plain()
+"""In bfloat16, as the transformer's linear layers are released."""
 
 FP8: Scheme = _Fp8()
 NVFP4: Scheme = _Nvfp4()

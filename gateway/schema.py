@@ -12,6 +12,7 @@ from gateway.errors import Code
 from gateway.form import FILE_FIELDS, FIRST, INPUT, INPUTS, LAST, PRIORITY
 from gateway.job import MEDIA_TYPE, VideoJob
 from gateway.progress import LAST_ID
+from runtime.adapter_kind import NAME, NAMES, SCALES, AdapterName
 from runtime.contract import EXTRA, FIELDS, GROUPS, PROMPT, Field
 from runtime.kinds import AspectRatio, Boolean, Choice, Integer, Kind, Number, Sides, Step, Text, WholeSeconds
 from runtime.reference_kinds import KEYFRAME_INDICES, START, FrameIndices, MediaUrls, NamedReferences, StartTimes
@@ -108,6 +109,14 @@ def _(kind: MediaUrls) -> Schema:
 @schema_of.register
 def _(kind: StartTimes) -> Schema:
     return {"anyOf": [schema_of(START), {"type": "array", "items": schema_of(START), "maxItems": kind.maximum}]}
+
+
+@schema_of.register
+def _(kind: AdapterName) -> Schema:
+    scale = {"type": "number", "enum": [1]}
+    properties = {**{name: schema_of(NAME) for name in NAMES}, **dict.fromkeys(SCALES, scale)}
+    named = [{"required": [name]} for name in NAMES]
+    return {"type": "object", "properties": properties, "oneOf": named, "additionalProperties": False}
 
 
 @schema_of.register

@@ -23,9 +23,11 @@ class Subject(StrEnum):
     """What can be measured."""
 
     ATTENTION = "attention"
+    VSA = "vsa"
     GEMM = "gemm"
     ROWS = "rows"
     BLOCK = "block"
+    ADAPTERS = "adapters"
     DENOISER = "denoiser"
     VAE = "vae"
     END_TO_END = "end-to-end"
@@ -42,10 +44,11 @@ def register(app: typer.Typer) -> None:
 def bench(
     subject: Annotated[Subject, typer.Argument(help="What to measure.")],
     profile: Annotated[str, typer.Option(help="Hardware profile with backend inductor.")] = DEFAULT_PROFILE,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of attention, gemm, rows and block.")] = 58_880,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of attention, gemm, rows, block and adapters.")] = 58_880,
     forwards: Annotated[int, typer.Option(min=2, help="Forwards of denoiser, end-to-end and quality.")] = 4,
     store: Annotated[
-        Path | None, typer.Option(help="Of quality: an engine store, on any back end, instead of random weights.")
+        Path | None,
+        typer.Option(help="Of quality and adapters: an engine store, on any back end, instead of random weights."),
     ] = None,
     duration: Annotated[float, typer.Option(min=4, max=15, help="Seconds of quality's clips.")] = 5,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of quality's clips; by default 1344x768.")] = None,
@@ -55,18 +58,25 @@ def bench(
 ) -> None:
     """Measure on this machine's GPU, at released dimensions, with random weights and data.
 
-    attention: kernels, their errors, and what skipping saves. gemm: the block's products. rows: the work between them.
+    attention: kernels, their errors, and what skipping saves. vsa: attention to video tiles alone.
+    gemm: the block's products. rows: the work between them.
     tail: decoding and encoding one after the other and side by side, on a GPU or with the profile cpu.
-    block: one transformer block beside diffusers'. denoiser: whole forwards, and memory beside the plan. vae: the tiles
-    of a clip and its MP4. end-to-end: a request, by stages. quality: clips of every tier of a profile, or of a store on
-    any machine, beside lossless ones. packages: no measurement, but all that the others compile, side by side.
+    block: one transformer block beside diffusers'. adapters: blocks with an adapter in either mode beside the base's,
+    and what changing adapters between requests costs; of a store, with those that it offers. denoiser: whole forwards,
+    and memory beside the plan. vae: the tiles of a clip and its MP4. end-to-end: a request, by stages. quality: clips
+    of every tier of a profile, or of a store on any machine, beside lossless ones. packages: no measurement, but all
+    that the others compile, side by side.
     """
     if subject is Subject.QUALITY:
         clips = {"aspect_ratio": "16:9", "duration": duration, "num_inference_steps": forwards}
         _quality(store, profile, work, clips | ({"size": size} if size else {}), seeds, out)
         return
-    from bench import report
+    if subject is Subject.ADAPTERS and store:
+        from bench import adapters
 
+        measured = adapters.measure_store(store)
+        _write(measured, out, f"adapters.{Path(measured['profile']).stem}")
+        return
     if subject is Subject.TAIL:
         _tail(profile, _made(work / "tail"), out)
         return
@@ -74,6 +84,12 @@ def bench(
     loaded = _on_this_gpu(profile).model_copy(update={"quality": {}})
     measured = _measure(subject, loaded, _made(work), rows, forwards)()
     name = subject.replace("-", "_") if profile == DEFAULT_PROFILE else f"{subject.replace('-', '_')}.{profile}"
+    _write(measured, out, name)
+
+
+def _write(measured: Mapping[str, Any], out: Path, name: str) -> None:
+    from bench import report
+
     for file in report.write(measured, out, name):
         console.line(f"{file}")
     console.line(report.table(measured))
@@ -122,16 +138,18 @@ def _quality(store: Path | None, profile: str, work: Path, params: Mapping[str, 
 
 def _measure(subject: Subject, profile: Profile, work: Path, rows: int, forwards: int) -> Callable[[], dict[str, Any]]:
     """What is to be measured, ready to be called."""
-    from bench import attention, block, denoiser, end_to_end, gemm, packages, vae
+    from bench import adapters, attention, block, denoiser, end_to_end, gemm, packages, vae, vsa
     from bench import rows as row_work
     from engines.plan import released_outline
 
     size = released_outline().dimensions.denoiser
     return {
         Subject.ATTENTION: lambda: attention.measure(rows),
+        Subject.VSA: vsa.measure,
         Subject.GEMM: lambda: gemm.measure(size, rows),
         Subject.ROWS: lambda: row_work.measure(size, rows),
         Subject.BLOCK: lambda: block.measure(work, rows),
+        Subject.ADAPTERS: lambda: adapters.measure(work, profile, rows),
         Subject.DENOISER: lambda: denoiser.measure(work, profile, forwards),
         Subject.VAE: lambda: vae.measure(work, profile),
         Subject.PACKAGES: lambda: packages.measure(work, profile),

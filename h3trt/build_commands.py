@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,8 +19,10 @@ from h3trt.exits import CommandError, Exit
 
 if TYPE_CHECKING:
     from engines.build import BuildReport
-    from engines.store import EngineRecord
+    from engines.store import EngineRecord, Manifest
+    from export.artifacts.artifact import Artifact
     from export.checkpoint import Checkpoint
+    from plugins.distilled import Distilled
 
 # What the commands call is imported inside them: `h3trt --help` answers at once, and a serving host has no exporter.
 
@@ -137,6 +139,13 @@ def build_engines(
     ] = None,
     store: StoreOption = None,
     step: Annotated[str | None, typer.Option(help="Do this one step again, as a build's log suggests.")] = None,
+    adapter: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file of an adapter that requests may choose; once for each. By default none, or those that are "
+            "resumed with."
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a store that was begun on another machine.")
     ] = False,
@@ -150,9 +159,11 @@ def build_engines(
     from engines.store import Begun
 
     directory = store or paths.engine_store(profile)
-    source = checkpoint or (Path(Begun.read(directory).checkpoint) if resume else paths.CHECKPOINT)
+    begun = Begun.read(directory) if resume else None
+    source = checkpoint or (Path(begun.checkpoint) if begun else paths.CHECKPOINT)
+    files = adapter or (list(map(Path, begun.adapters)) if begun else [])
     with console.steps() as progress:
-        report = build(source, profile, directory, progress, step, resume)
+        report = build(source, profile, directory, progress, step, resume, _adapters(files, source))
     counts = Counter(step.status for step in report.steps)
     if report.deferred:
         _list_deferred(report, profile)
@@ -160,6 +171,23 @@ def build_engines(
         console.line(f"{report.store}: nothing to do, all {len(report.steps)} steps are up to date")
     else:
         console.line(f"{report.store}: {counts['built']} steps done, {counts['reused']} up to date")
+
+
+def _adapters(files: Sequence[Path], checkpoint: Path) -> list[Artifact]:
+    """The adapters of some files, which must fit the checkpoint."""
+    from export.artifacts.artifact import Artifact as Adapter
+    from export.artifacts.read import open_artifact
+    from export.checkpoint import Checkpoint
+
+    base = Checkpoint.open(checkpoint) if files else None
+    found = []
+    for file in files:
+        artifact = open_artifact(file, base)
+        if not isinstance(artifact, Adapter):
+            rule = "is a whole student, not an adapter; make a checkpoint of it with: h3trt adapters fuse"
+            raise CommandError(f"{file}: {rule}", Exit.CHECKPOINT)
+        found.append(artifact)
+    return found
 
 
 def _list_deferred(report: BuildReport, profile: str) -> None:
@@ -250,6 +278,8 @@ def inspect(
         raise CommandError(f"{path}: is not a checkpoint's directory, which --verify-hashes needs")
     if is_plan:
         _inspect_plan(path, svg, rows)
+    elif path.suffix == ".safetensors":
+        raise CommandError(f"{path}: name a checkpoint's directory; of an adapter: h3trt adapters inspect {path}")
     elif path.is_file():
         _inspect_clip(path)
     elif (path / MANIFEST).is_file():
@@ -298,11 +328,31 @@ def _inspect_store(path: Path) -> None:
     precision = ", ".join(f"{component} {arithmetic}" for component, arithmetic in manifest.profile.precision)
     console.line(f"profile {manifest.profile.name}: {manifest.profile.backend}, {precision}")
     console.line(f"checkpoint {manifest.checkpoint.root} ({manifest.checkpoint.layout})")
+    if manifest.student is not None:
+        _tell_folded(manifest, manifest.student)
     rows = [
         (name, str(engine.instances), str(len(engine.weights)), _difference(engine), f"{engine.tolerance:.1e}")
         for name, engine in manifest.graphs.items()
     ]
     console.table("engines", ("graph", "instances", "weights", "difference", "tolerance"), rows)
+
+
+def _tell_folded(manifest: Manifest, student: Distilled) -> None:
+    """The schedule of a store that has one, and the weights that it has been spared."""
+    from engines.profile import component_of
+
+    schedule, folded = student.schedule, sum(manifest.tables[one].weights_bytes for one in manifest.partitions)
+    loop = manifest.bound_bytes([graph for graph in manifest.graphs if component_of(graph) == "denoiser"])
+    context = manifest.bound_bytes(["context"])
+    console.line(
+        f"{student.name}: {', '.join(student.tasks)} in {schedule.forwards} forwards, shifts {schedule.video_shift:g} "
+        f"and {schedule.audio_shift:g}"
+    )
+    console.line(
+        f"transformer: {amount(loop + context + folded)}, of which {amount(loop)} in every forward, "
+        f"{amount(context)} once a request, and {amount(folded)} in the build alone, which made the "
+        f"tables of its schedule of them"
+    )
 
 
 def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:

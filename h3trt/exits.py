@@ -47,6 +47,8 @@ _CODES = {
     ("export.bake", "BakeError"): Exit.ENGINES,
     ("export.linears", "LinearsError"): Exit.ENGINES,
     ("export.sidecar", "SidecarError"): Exit.ENGINES,
+    ("export.low_rank", "LowRankError"): Exit.CHECKPOINT,
+    ("engines.switchable", "SwitchableError"): Exit.CHECKPOINT,
     ("engines.backends.inductor", "CompileError"): Exit.ENGINES,
     ("engines.backends.onnxruntime", "LoweringError"): Exit.ENGINES,
     ("engines.backends.tensorrt.request", "PlanError"): Exit.ENGINES,

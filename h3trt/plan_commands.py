@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,27 @@ from h3trt import console, paths
 if TYPE_CHECKING:
     from engines.plan import Plan
     from engines.profile import Profile
+    from export.checkpoint.outline import Outline
+    from plugins.distilled import Distilled
+
+
+class Student(StrEnum):
+    """The released few-step models that are fused into a checkpoint, or are one."""
+
+    FASTH3_V1 = "fasth3-v1"
+    FASTH3_V1_VSA = "fasth3-v1-vsa"
+    FASTH3_V2 = "fasth3-v2"
+
+    @property
+    def distilled(self) -> Distilled:
+        """What requests to it are bound to."""
+        from export.artifacts import fasth3, fasth3_v2
+        from plugins.distilled import VideoSparse
+
+        if self is Student.FASTH3_V2:
+            return fasth3_v2.DISTILLED
+        sparse = VideoSparse(sparsity=fasth3.SPARSITY) if self is Student.FASTH3_V1_VSA else None
+        return fasth3.distilled(self.value, sparse)
 
 
 def register(app: typer.Typer) -> None:
@@ -24,11 +46,16 @@ def plan(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A checkpoint, of which only config files are read; by default the release.")
     ] = None,
+    student: Annotated[
+        Student | None, typer.Option(help="A few-step model in the release's place; the --checkpoint of one says so.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Duration, 4 to 15 s.")] = 10,
     aspect_ratio: Annotated[
         str, typer.Option("--aspect-ratio", "--aspect", help="21:9, 16:9, 4:3, 1:1, 3:4 or 9:16.")
     ] = "16:9",
-    forwards: Annotated[int, typer.Option(min=1, max=200, help="Evaluations of the denoiser.")] = 49,
+    forwards: Annotated[
+        int | None, typer.Option(min=1, max=200, help="Evaluations of the denoiser; by default 49, or a student's own.")
+    ] = None,
     text_rows: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
     images: Annotated[int, typer.Option(min=0, help="Reference images.")] = 0,
     videos: Annotated[int, typer.Option(min=0, help="Reference videos, with sound.")] = 0,
@@ -50,21 +77,25 @@ def plan(
         raise CommandError(f"aspect_ratio: got {aspect_ratio!r}; must be one of {', '.join(ASPECT_RATIOS)}")
     if json not in (None, "-"):
         paths.check_writable(Path(json))
-    outline = Outline.read(checkpoint) if checkpoint else released_outline()
-    workload = Workload(
-        seconds=seconds,
-        aspect_ratio=aspect_ratio,
-        forwards=forwards,
-        text_rows=text_rows,
-        images=images,
-        videos=videos,
-        sounds=sounds,
-    )
+    if checkpoint and student:
+        raise CommandError("--student and --checkpoint: give one; a student's own checkpoint says which it is")
+    distilled = student.distilled if student else None
+    outline = Outline.read(checkpoint) if checkpoint else released_outline(distilled)
+    asked = {
+        "seconds": seconds,
+        "aspect_ratio": aspect_ratio,
+        "forwards": forwards,
+        "text_rows": text_rows,
+        "images": images,
+        "videos": videos,
+        "sounds": sounds,
+    }
+    workload = Workload.model_validate({name: value for name, value in asked.items() if value is not None})
     loaded = Profile.load(profile)
     made = make_plan(loaded, outline, workload)
     if json is None:
         _show(made)
-        _show_tiers(loaded, forwards, outline.dimensions.video_shift)
+        _show_tiers(loaded.serving(outline.student), made.workload.forwards, outline)
     elif json == "-":
         console.line(made.to_json())
     else:
@@ -90,17 +121,24 @@ def _show(plan: Plan) -> None:
         console.line(
             f"row-local parts of a block, the feed-forward too: {chunks} chunks of at most {rows.chunk:,} rows"
         )
+    if plan.student:
+        console.line(
+            f"{plan.student} pins its schedule: {plan.folded / 1e9:.2f} GB of its transformer are read by the build "
+            f"alone, which makes {plan.tables / 1e9:.2f} GB of tables of them"
+        )
     if plan.seconds:
         console.line(f"at least {plan.seconds:.1f} s: what the device's rated figures allow, no measurement")
 
 
-def _show_tiers(profile: Profile, forwards: int, video_shift: float) -> None:
+def _show_tiers(profile: Profile, forwards: int, outline: Outline) -> None:
     """What a request may choose, where there is a choice."""
     from h3trt.profile_page import tier_rows
 
     if profile.quality:
         head = ("quality", "linears", f"attention in {forwards} forwards", "engine")
-        cells = [tuple(cell.replace("`", "") for cell in row[1:]) for row in tier_rows(profile, forwards, video_shift)]
+        positions = outline.student.schedule.positions if outline.student else None
+        tiers = tier_rows(profile, forwards, outline.dimensions.video_shift, positions)
+        cells = [tuple(cell.replace("`", "") for cell in row[1:]) for row in tiers]
         console.table("tiers of quality, which share all weights", head, cells)
 
 

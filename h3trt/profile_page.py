@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engines.plan import Plan, PlanError, Workload, make_plan, released_outline
@@ -58,11 +58,13 @@ def page() -> str:
     )
 
 
-def tier_rows(profile: Profile, forwards: int, video_shift: float) -> Iterator[tuple[str, ...]]:
+def tier_rows(
+    profile: Profile, forwards: int, video_shift: float, positions: Sequence[float] | None = None
+) -> Iterator[tuple[str, ...]]:
     """What each tier of a profile is, in words: profile, name, linears, attention by forwards, engine."""
     base, built = profile.attention.blocks, (profile.attention.blocks, *profile.further_attention)
     for tier in profile.tiers:
-        made = quality(tier, forwards, video_shift)
+        made = quality(tier, forwards, video_shift, positions)
         engines = dict.fromkeys(graph_name("block", served_by(one.attention, built), base) for one in made.attending)
         attention = ", then ".join(map(str, made.attending))
         yield f"`{profile.name}`", f"`{tier.name}`", tier.linears, attention, ", ".join(f"`{e}`" for e in engines)

@@ -25,9 +25,8 @@ from runtime.denoiser import State
 from runtime.events import Cancellation, Reporter, Units, ignore
 from runtime.intake import Taken
 from runtime.packing import Layout, patchify_video
-from runtime.pipeline import Encoded, Pipeline
+from runtime.pipeline import Encoded, Pipeline, schedule_of
 from runtime.request import Resolved
-from runtime.schedule import Schedule
 
 LATENT_LIMIT = 1e-4
 """Largest |difference| of final latents, whose scale is about 1: float32 sums in another order, through all blocks."""
@@ -133,10 +132,11 @@ def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]
 
     What a partition shares with the one before it is checked once.
     """
-    profile = engines.manifest.profile
+    profile = engines.manifest.serving
     for partition in profile.partitions:
         for graph in profile_graphs(checkpoint, profile, partition, engines.root / WEIGHTS):
-            if _is_repeated(engines.manifest, graph.name, partition):
+            # Those that have made a student's tables are not served.
+            if graph.name not in engines.manifest.graphs or _is_repeated(engines.manifest, graph.name, partition):
                 continue
             for instance in sorted({0, len(graph.weights) - 1}):
                 worst = _worst(*_engine_differences(engines, graph, instance, partition))
@@ -145,7 +145,7 @@ def engine_checks(engines: EngineSet, checkpoint: Checkpoint) -> Iterator[Check]
 
 def _is_repeated(manifest: Manifest, graph: str, partition: Partition) -> bool:
     """Whether the first partition's engine is the same one, reading the same bytes of the same files."""
-    first = manifest.profile.partitions[0]
+    first = manifest.partitions[0]
     if partition == first or manifest.profile.weights == "baked" or not manifest.graphs[graph].weights:
         return False
     return manifest.bindings[partition][graph] == manifest.bindings[first][graph]
@@ -203,7 +203,7 @@ def _layout_checks(task: str, layout: Layout, reference: Reference) -> Iterator[
 
 
 def _timestep_checks(task: str, request: Resolved, layout: Layout, reference: Reference) -> Iterator[Check]:
-    slots = Schedule.uniform(request.forwards, request.video_shift, request.audio_shift).slots()
+    slots = schedule_of(request).slots()
     pairs = zip(slots, reference.timesteps, strict=True)
     unequal = [_unequal(timesteps[layout.timestep_index], theirs) for timesteps, theirs in pairs]
     yield Check(f"{task} layout", "timesteps, unequal elements", sum(unequal), 0)

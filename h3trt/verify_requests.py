@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from PIL import Image
 
-from runtime.intake import Files, Taken
+from runtime.intake import Files, Taken, limits_of
 from runtime.pipeline import Pipeline
-from runtime.task import Task, tasks_of
+from runtime.task import Task
 
 PROMPT = "A red fox trots through fresh snow <d>Listen.</d> while the wind rises"
 SECONDS = 5
@@ -31,8 +31,10 @@ SOUND_RATE = 32_000
 
 
 def requests(pipeline: Pipeline, forwards: int, seed: int) -> Iterator[Taken]:
-    """A request of each task that the store has the weights for."""
-    for task in tasks_of(pipeline.manifest.bindings):
+    """A request of each task that the store serves; a student has its own number of forwards."""
+    student = pipeline.manifest.student
+    forwards = forwards if student is None else student.schedule.forwards
+    for task in limits_of(pipeline.manifest).tasks:
         shape = {"duration": SECONDS, "width": SIDE, "height": SIDE}
         params = {"task": task, **shape, "num_inference_steps": forwards, "seed": seed, **PARTICULAR[task]}
         yield pipeline.take(PROMPT, params, files(task))

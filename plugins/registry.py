@@ -18,6 +18,7 @@ from plugins.ops import (
     skip_softmax_attention,
     snake,
     swiglu,
+    video_sparse_attention,
 )
 
 REGISTRY: tuple[Op, ...] = (
@@ -37,6 +38,7 @@ REGISTRY: tuple[Op, ...] = (
     skip_softmax_attention.OP,
     snake.OP,
     swiglu.OP,
+    video_sparse_attention.OP,
 )
 
 

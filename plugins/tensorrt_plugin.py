@@ -37,6 +37,12 @@ _CARRIER: dict[torch.dtype, str] = {
 """How memory of a type is described to whom knows numpy's types only."""
 
 
+_FIXED_TYPES = {"threshold": "FLOAT"} | dict.fromkeys(
+    ("valid_rows", "tile_rows", "row_tiles", "tile_counts", "skipped"), "INT64"
+)
+"""TensorRT's name of the type of those inputs and results that have not the first input's, by their name."""
+
+
 class PluginError(ValueError):
     """A plugin is given what it does not take; names the op and the argument."""
 
@@ -210,8 +216,7 @@ class _DeviceMemory:
 def _wanted_type(op: Op, position: int, first: str) -> str:
     """TensorRT's name of the type at a position of inputs and results."""
     names = (*op.inputs, *op.results)
-    fixed = {"valid_rows": "INT64", "threshold": "FLOAT", "skipped": "INT64"}
-    return fixed.get(names[position], first)
+    return _FIXED_TYPES.get(names[position], first)
 
 
 def _expressions(trt: ModuleType, sizes: Sequence[Any]) -> Any:

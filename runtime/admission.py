@@ -80,7 +80,7 @@ Measured for a block: 10,940 floats a row at 8,000 rows, 10,730 at 18,788; count
 SEGMENTS_HIDDEN = 3
 """Arrays [S, hidden] beside a block in segments: what the prologue made, and two that blocks read and write in turn."""
 
-SCORES: Mapping[BlockAttention, float] = {"dense": 0, "sage": 5.4, "skip": 4.2, "sage+skip": 5.4}
+SCORES: Mapping[BlockAttention, float] = {"dense": 0, "sage": 5.4, "skip": 4.2, "sage+skip": 5.4, "vsa": 4.2}
 """Arrays [heads, S, S] of attention where a CPU computes it by its definition; dense is done in chunks of rows there.
 
 Measured beside dense attention with the miniature's 8 heads: 729 and 957 MiB at 2,419 rows, 1,512 and 1,945 MiB at
@@ -179,7 +179,8 @@ class MemoryModel:
     budget: bytes. rows_maximum: packed rows that the engines were built for. tile_features: the widest layer of the
     video decoder. row_chunk: the most rows that a block's row-local parts see at once, 0 where a block runs whole.
     encoders: widths of the references' encoders. axes: the largest size of each further axis that the engines have.
-    scores: arrays [heads, S, S] that attention holds, by tier; a tier that is not there holds none.
+    scores: arrays [heads, S, S] that attention holds, by tier; a tier that is not there holds none. folded: the one
+    schedule's AdaLN tables are mapped from the store, and no request makes any.
     """
 
     dimensions: Dimensions
@@ -190,6 +191,7 @@ class MemoryModel:
     encoders: EncoderSizes = NO_ENCODERS
     axes: Mapping[str, int] = field(default_factory=dict)
     scores: Mapping[str, float] = field(default_factory=dict)
+    folded: bool = False
 
     @staticmethod
     def of(manifest: Manifest) -> MemoryModel:
@@ -206,7 +208,8 @@ class MemoryModel:
                 _outputs_of(graphs["video_encoder_tile"], inputs=3), _outputs_of(graphs["audio_encoder"], inputs=1)
             ),
             axes={axis: _most(graphs[graph], axis) for axis, graph in _AXES.items()},
-            scores={} if manifest.profile.on_gpu else _scores(manifest.profile),
+            scores={} if manifest.profile.on_gpu else _scores(manifest.serving),
+            folded=manifest.student is not None,
         )
 
     def estimate(self, load: Load) -> Estimate:
@@ -300,6 +303,8 @@ class MemoryModel:
     @property
     def modulation_cache(self) -> int:
         """Bytes that tables of past schedules may keep, which every request has to do without."""
+        if self.folded:
+            return 0
         return min(CACHED_TABLES * self._table, self.budget // CACHE_SHARE)
 
     @property
@@ -327,7 +332,7 @@ class MemoryModel:
         latents = 4 * (size.video_row + size.audio_channels)
         block = 4 * size.hidden * size.inner + 3 * size.hidden * size.ffn
         scores = load.scores * size.heads * load.rows**2
-        widened = max(block, size.time_dim * size.adaln_features)
+        widened = block if self.folded else max(block, size.time_dim * size.adaln_features)
         return math.ceil(FLOAT * (load.rows * (row + latents) + scores + chunk + widened))
 
     def _decode(self, load: Load) -> int:

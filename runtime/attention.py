@@ -11,11 +11,12 @@ from engines.sessions.engine_set import EngineSet
 from engines.store import Manifest
 from plugins.block_attention import ATTENDING, SKIP_THRESHOLD, SKIPPED_TILES, BlockAttention, skips
 from runtime.quality import Attending
+from runtime.video_tiles import VideoTiles
 
 
 def variants(manifest: Manifest) -> tuple[str, ...]:
     """The graphs of a store that attend in further tiers."""
-    base, further = manifest.profile.attention.blocks, manifest.profile.further_attention
+    base, further = manifest.attention, manifest.further_attention
     found = (graph_name(graph, kind, base) for graph in ATTENDING for kind in further)
     return tuple(graph for graph in found if graph in manifest.graphs)
 
@@ -23,11 +24,12 @@ def variants(manifest: Manifest) -> tuple[str, ...]:
 class BlocksAttention:
     """How the blocks attend now, and how many tiles they have left out so far."""
 
-    def __init__(self, engines: EngineSet) -> None:
-        """Attends as the profile does where no tier is chosen, and leaves out nothing."""
-        profile = engines.manifest.profile
-        self._base = self._engine = profile.attention.blocks
-        self._built: tuple[BlockAttention, ...] = (self._base, *profile.further_attention)
+    def __init__(self, engines: EngineSet, tiles: VideoTiles | None = None) -> None:
+        """Attends as the store does where no tier is chosen, and leaves out nothing. tiles: where it is to tiles."""
+        manifest = engines.manifest
+        self._base = self._engine = manifest.attention
+        self._built: tuple[BlockAttention, ...] = (self._base, *manifest.further_attention)
+        self._tiles = tiles.inputs if tiles else {}
         self._threshold = torch.zeros(1, device=engines.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=engines.device)
 
@@ -43,7 +45,7 @@ class BlocksAttention:
     @property
     def inputs(self) -> Mapping[str, torch.Tensor]:
         """What that graph takes beside the rows."""
-        return {SKIP_THRESHOLD: self._threshold} if skips(self._engine) else {}
+        return {SKIP_THRESHOLD: self._threshold} if skips(self._engine) else self._tiles
 
     def count(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Adds what a run of that graph has left out; waits for nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,14 +33,18 @@ def _parts(manifest: Manifest) -> tuple[str, ...]:
 
 
 def open_blocks(
-    engines: EngineSet, partition: Partition, rows: Mapping[str, torch.Tensor], attention: BlocksAttention
+    engines: EngineSet,
+    partition: Partition,
+    rows: Mapping[str, torch.Tensor],
+    attention: BlocksAttention,
+    adapter: str | None = None,
 ) -> Blocks:
     """The blocks over rows whose `modulation_index` [S], `cos` and `sin` [S, 48] are given.
 
-    `attention` says at every run how they attend.
+    `attention` says at every run how they attend; `adapter` changes them.
     """
     kind = SegmentedBlocks if _parts(engines.manifest) == SEGMENTS else WholeBlocks
-    return kind(engines, partition, rows, attention)
+    return kind(engines, partition, rows, attention, adapter)
 
 
 class WholeBlocks:
@@ -51,13 +56,15 @@ class WholeBlocks:
         partition: Partition,
         rows: Mapping[str, torch.Tensor],
         attention: BlocksAttention,
+        adapter: str | None = None,
     ) -> None:
-        self._engines, self._partition, self._rows, self._attention = engines, partition, rows, attention
+        self._run = partial(engines.run, partition=partition, adapter=adapter)
+        self._rows, self._attention = rows, attention
 
     def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] after block `index`."""
         inputs = {"hidden": hidden, "modulation": table, **self._rows, **self._attention.inputs}
-        outputs = self._engines.run(self._attention.graph("block"), inputs, index, self._partition)
+        outputs = self._run(self._attention.graph("block"), inputs, index)
         self._attention.count(outputs)
         return outputs["hidden_out"]
 
@@ -74,8 +81,10 @@ class SegmentedBlocks:
         partition: Partition,
         rows: Mapping[str, torch.Tensor],
         attention: BlocksAttention,
+        adapter: str | None = None,
     ) -> None:
-        self._engines, self._partition, self._rows, self._attention = engines, partition, rows, attention
+        self._run = partial(engines.run, partition=partition, adapter=adapter)
+        self._rows, self._attention = rows, attention
         graphs, count = engines.manifest.graphs, len(rows["modulation_index"])
         chunk = engines.manifest.profile.row_chunk
         self._chunks = [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
@@ -91,7 +100,7 @@ class SegmentedBlocks:
             self._project(index, chunk, hidden, table)
         heads = {**self._heads, **self._attention.inputs}
         attend = self._attention.graph("block.attend")
-        self._attention.count(self._engines.run(attend, heads, 0, self._partition, {"mixed": self._mixed}))
+        self._attention.count(self._run(attend, heads, outputs={"mixed": self._mixed}))
         result = self._hidden[index % 2]
         for chunk in self._chunks:
             self._finish(index, chunk, hidden, table, result)
@@ -101,14 +110,14 @@ class SegmentedBlocks:
         rows = {name: tensor[chunk] for name, tensor in self._rows.items()}
         inputs = {"hidden": hidden[chunk], "modulation": table, **rows}
         outputs = {name: tensor[chunk] for name, tensor in self._heads.items()}
-        self._engines.run("block.project", inputs, index, self._partition, outputs)
+        self._run("block.project", inputs, index, outputs=outputs)
 
     def _finish(
         self, index: int, chunk: slice, hidden: torch.Tensor, table: torch.Tensor, result: torch.Tensor
     ) -> None:
         modulation = {"modulation": table, "modulation_index": self._rows["modulation_index"][chunk]}
         inputs = {"hidden": hidden[chunk], "mixed": self._mixed[chunk], **modulation}
-        self._engines.run("block.finish", inputs, index, self._partition, {"hidden_out": result[chunk]})
+        self._run("block.finish", inputs, index, outputs={"hidden_out": result[chunk]})
 
 
 def _sized(spec: TensorRecord, rows: int) -> TensorRecord:

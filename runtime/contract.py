@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from engines.quality import LOSSLESS, TIERS
 from plugins.dimensions import FRAMES_PER_SECOND
 from plugins.shape import ASPECT_RATIOS, SECONDS_MAXIMUM, SECONDS_MINIMUM, SHORT_EDGE, SIDE_MULTIPLE
+from runtime.adapter_kind import AdapterName
 from runtime.geometry import KeyframeGeometry
 from runtime.kinds import (
     Anything,
@@ -312,6 +313,13 @@ _SAMPLING = (
         "diffusers",
     ),
     Field(
+        "lora",
+        AdapterName(),
+        "the adapter that the model is changed by, one of those that the server's operator has built in; it binds the "
+        "task, the steps and the shifts",
+        default_text="none",
+    ),
+    Field(
         "sampler",
         Choice(("euler", "res_multistep")),
         "how a velocity updates the latents",
@@ -429,7 +437,6 @@ _FEATURES = (
     _feature("frame_interpolation_exp", _INTERPOLATION),
     _feature("frame_interpolation_scale", _INTERPOLATION),
     _feature("frame_interpolation_model_path", _INTERPOLATION),
-    _feature("lora", "adapters chosen by the request"),
     _feature("pad_seq_len", "padding of the packed rows"),
     _feature("force_refresh_step_hint", _CACHE),
     _feature("force_refresh_step_policy", _CACHE),

@@ -66,7 +66,7 @@ legal value:
 ```text
 duration: got 3.99; must be a number, from 4 to 15 seconds; nearest legal: 4
 fps: got 30; must be a number, exactly 24; nearest legal: 24
-lora: got {'name': 'turbo'}; not offered (adapters chosen by the request)
+lora: got 'turbo'; not offered (this server has no adapters)
 ```
 
 Over gRPC it is the message of an INVALID_ARGUMENT status; on a stream, whose errors have no status, the text alone.
@@ -99,6 +99,17 @@ tiles were left out in all of them.
 
 """
 
+_DISTILLED = """## Distilled models and adapters
+
+A model that was distilled to a few forwards has one schedule, which its server runs and no other. `task` must be one
+that it was distilled for, `num_inference_steps` is left out or is its own number (under `step_convention` sigma_points
+one more), `flow_shift` and `audio_flow_shift` are left out or are its own, and `lora` is refused. A server of the
+released model may offer adapters, which its operator has built in; a request chooses one with `lora: {"name": NAME}`,
+and with it what the adapter was trained for, by the same rules. There is one adapter a request, at the scale that it
+was trained at, and no request names a file. What the request then is stands in its answer: `adapter`, `forwards`,
+`positions` (of the sigma points before they are shifted; null where they are equally spaced) and the shifts.
+"""
+
 _QUALITY_HEAD = ("quality", "linear layers", "attention of the blocks")
 
 
@@ -112,6 +123,7 @@ def page() -> str:
         _MEDIA,
         markdown_table(_MEDIA_HEAD, limits.rows()),
         _QUALITY + markdown_table(_QUALITY_HEAD, _quality_rows()),
+        _DISTILLED,
         "## Accepted, no effect\n\n" + markdown_table(_FIELD_HEAD, map(_field_row, by_status[Status.ACCEPTED])),
         "## Not offered\n\n" + markdown_table(_FEATURE_HEAD, map(_feature_row, by_status[Status.NOT_OFFERED])),
         f"## Canvases\n\nWithout width and height; explicit sides are multiples of {SIDE_MULTIPLE} px.\n\n"

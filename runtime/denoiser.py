@@ -2,75 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from engines.adapters import weights_key
 from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
+from engines.sessions.modulation import ADALN, MODULATION, embeddings, projections
 from engines.store import Partition
+from plugins.schedule import Schedule
 from runtime.attention import BlocksAttention
 from runtime.block import Blocks, open_blocks
 from runtime.events import Units
+from runtime.modulation import Modulation, ModulationCache, StoredTables
 from runtime.packing import Layout, rotary_tables
 from runtime.quality import Quality
 from runtime.sampler import euler_step
-from runtime.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """AdaLN parameters of one step: `blocks[i]` is [M*3, 6*hidden], `head` is [M, 2*hidden]."""
-
-    blocks: tuple[torch.Tensor, ...]
-    head: torch.Tensor
-
-    def to(self, device: torch.device) -> Modulation:
-        """The same on a device."""
-        return Modulation(tuple(block.to(device) for block in self.blocks), self.head.to(device))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the table keeps alive."""
-        return self.head.nbytes + sum(block.nbytes for block in self.blocks)
-
-
-class ModulationCache:
-    """Tables in host memory by (partition, slot timesteps), least recently used dropped first beyond `limit` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held = 0
-        self._tables: OrderedDict[tuple[object, ...], Modulation] = OrderedDict()
-
-    def get(self, key: tuple[object, ...]) -> Modulation | None:
-        """The table stored under `key`, marked as used, or None."""
-        if key in self._tables:
-            self._tables.move_to_end(key)
-        return self._tables.get(key)
-
-    def put(self, key: tuple[object, ...], table: Modulation) -> None:
-        """Stores `table`; one that alone exceeds the limit is not kept."""
-        if table.nbytes > self._limit:
-            return
-        self._tables[key] = table
-        self._held += table.nbytes
-        while self._held > self._limit:
-            _, dropped = self._tables.popitem(last=False)
-            self._held -= dropped.nbytes
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes of tables can be held at once."""
-        return nbytes <= self._limit
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-
-MODULATION = ("modulation.time", "modulation.adaln")
-"""The graphs that make tables."""
+from runtime.video_tiles import VideoTiles, video_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +29,8 @@ class Sequence:
 
     text_rows [L, hidden]; row_order, timestep_index and modulation_index [S] int64, as in the layout; rotary cos and
     sin [S, 48] float32; target_video and target_audio: the generated rows of the packed sequence; condition_rows: of
-    video and audio, those that come first in the layout's streams.
+    video and audio, those that come first in the layout's streams; tiles: those that a student attends to, if it does;
+    adapter: what the transformer is changed by.
     """
 
     text_rows: torch.Tensor
@@ -91,6 +42,8 @@ class Sequence:
     target_video: slice
     target_audio: slice
     condition_rows: tuple[int, int]
+    tiles: VideoTiles | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,21 +66,27 @@ class State:
 class Denoiser:
     """One partition's transformer and its sampling loop."""
 
-    def __init__(self, engines: EngineSet, partition: Partition, cache: ModulationCache) -> None:
+    def __init__(
+        self, engines: EngineSet, partition: Partition, cache: ModulationCache, stored: Mapping[str, StoredTables]
+    ) -> None:
+        """stored: the tables that the store has, by its keys."""
         self._engines = engines
         self._partition = partition
         self._cache = cache
+        self._stored = stored
         self._dimensions = engines.manifest.dimensions.denoiser
 
-    def sequence(self, text: torch.Tensor, layout: Layout) -> Sequence:
+    def sequence(self, text: torch.Tensor, layout: Layout, adapter: str | None = None) -> Sequence:
         """Everything independent of state and timestep, from conditioning [L, text_dim]: computed once a request.
 
-        Conditioning may come in the text encoder's dtype; it is cast to the one that `context` takes.
+        Conditioning may come in the text encoder's dtype; it is cast to the one that `context` takes. adapter: the one
+        that the request has chosen, for its forwards too.
         """
         dimensions, device = self._dimensions, self._engines.device
         (spec,) = self._engines.manifest.graphs["context"].inputs
         with self._engines.stage(("context",)):
-            text_rows = self._run("context", {"text": text.to(device, TORCH[spec.dtype])})["text_rows"]
+            given = {"text": text.to(device, TORCH[spec.dtype])}
+            text_rows = self._engines.run("context", given, 0, self._partition, adapter=adapter)["text_rows"]
         cos, sin = rotary_tables(layout.position_ids, dimensions.rope_frequencies, dimensions.rope_theta)
         return Sequence(
             text_rows,
@@ -139,7 +98,15 @@ class Denoiser:
             layout.target_video,
             layout.target_audio,
             (layout.condition_video, layout.condition_audio),
+            self._tiles(layout),
+            adapter,
         )
+
+    def _tiles(self, layout: Layout) -> VideoTiles | None:
+        student = self._engines.manifest.student
+        if student is None or student.video_sparse is None:
+            return None
+        return video_tiles(layout, student.video_sparse.sparsity).to(self._engines.device)
 
     def sample(
         self,
@@ -153,20 +120,24 @@ class Denoiser:
         """Yields the state after each Euler step, on the engines' device; the last one is the clean latents' rows.
 
         conditions: rows that every step sees and none changes. The schedule's tables are computed before its first
-        step. One unit a step; raises `Cancelled` between blocks too, and ValueError when conditions are not as many as
-        the layout's. After the last step, the tiles that attention has left out are told, if it may leave out any.
+        step, unless the store has them. One unit a step; raises `Cancelled` between blocks too, and ValueError when
+        conditions are not as many as the layout's. After the last step, the tiles that attention has left out are told,
+        if it may leave out any.
         """
         if conditions.rows != sequence.condition_rows:
             raise ValueError(f"conditions: {conditions.rows} rows, the layout has {sequence.condition_rows}")
         conditions, state = (rows.to(self._engines.device) for rows in (conditions, state))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
-        attention = BlocksAttention(self._engines)
-        blocks = open_blocks(self._engines, self._partition, rows, attention)
+        attention = BlocksAttention(self._engines, sequence.tiles)
+        blocks = open_blocks(self._engines, self._partition, rows, attention, sequence.adapter)
         slots = schedule.slots()
-        self._fill_cache(slots, units)
+        stored = self._stored.get(weights_key(self._partition, sequence.adapter))
+        if stored is None:
+            self._fill_cache(slots, units)
         for step, timesteps in enumerate(slots):
             with units.one(f"forward {step + 1} of {schedule.forwards}"):
-                table = self.modulation(timesteps, units).to(self._engines.device)
+                table = self.modulation(timesteps, units) if stored is None else stored.step(timesteps)
+                table = table.to(self._engines.device)
                 attention.use(quality.forward(step))
                 video, audio = self._velocity(sequence, blocks, table, conditions, state, units)
                 state = State(
@@ -190,7 +161,7 @@ class Denoiser:
 
     def _fill_cache(self, slots: torch.Tensor, units: Units) -> None:
         """Computes what the cache lacks of the tables of all steps [forwards, M], if it can hold them."""
-        (spec,) = self._engines.manifest.graphs["modulation.adaln"].outputs
+        (spec,) = self._engines.manifest.graphs[ADALN].outputs
         nbytes = len(slots) * self._dimensions.table_elements * TORCH[spec.dtype].itemsize
         missing = [timesteps for timesteps in slots if self._cache.get(self._key(timesteps)) is None]
         if missing and self._cache.has_room(nbytes):
@@ -224,11 +195,10 @@ class Denoiser:
         """The tables of some steps, layer by layer: a profile may have each layer's weights come from the host."""
         layers = []
         with self._engines.stage(MODULATION):
-            embeddings = [self._run("modulation.time", {"timesteps": each})["embedding"] for each in steps]
+            embedded = embeddings(self._run, steps)
             for instance in range(self._dimensions.layers + 1):
                 units.check(f"modulation {instance + 1} of {self._dimensions.layers + 1}")
-                runs = (self._run("modulation.adaln", {"embedding": each}, instance) for each in embeddings)
-                layers.append([run["modulation"].cpu() for run in runs])
+                layers.append(projections(self._run, embedded, instance))
         width = 6 * self._dimensions.hidden
         return [
             Modulation(tuple(table.reshape(-1, width) for table in blocks), head)

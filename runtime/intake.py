@@ -47,7 +47,7 @@ class Intake:
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, policy: MediaPolicy | None = None) -> None:
         self._dimensions = manifest.dimensions
-        self._limits = Limits(tasks=tasks_of(manifest.bindings), tiers=manifest.profile.tiers)
+        self._limits = limits_of(manifest)
         self.manifest = manifest
         """What the store was built from and for."""
         self._memory = MemoryModel.of(manifest)
@@ -130,6 +130,15 @@ class Intake:
     def _fetched(self, one: Wanted) -> bytes:
         assert one.url is not None  # it has no index
         return fetch(one.url, one.kind, self._policy, one.where)
+
+
+def limits_of(manifest: Manifest) -> Limits:
+    """What a server of these engines adds to the contract."""
+    student, adapters = manifest.student, tuple(one.distilled for one in manifest.adapters.values())
+    tasks = tasks_of(manifest.partitions)
+    if student is not None:
+        tasks = tuple(task for task in tasks if task in student.tasks)
+    return Limits(tasks=tasks, student=student, adapters=adapters, tiers=manifest.tiers)
 
 
 def _known(one: Wanted, data: bytes) -> KnownFile:

@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from plugins.dimensions import AUDIO_CHANNELS, AUDIO_TAG, MODALITIES, VIDEO_TAG
+from plugins.schedule import AUDIO_CONDITION_SLOT, AUDIO_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT
+from plugins.video_tiles import Grid
 from runtime.media.facts import Kind
 from runtime.reference_kinds import Role
-from runtime.schedule import AUDIO_CONDITION_SLOT, AUDIO_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT
 
 Stream = Literal["text", "audio", "video"]
 """Inputs of the prologue, in the order in which it concatenates them."""
@@ -61,7 +62,7 @@ class Segment:
 
     stream: which prologue input holds the rows, in the order in which its segments appear. tags: int64 [rows],
     modalities, pick the AdaLN weights. slot: timestep slot. positions: float64 [rows, 3], columns t, h, w. target: rows
-    that are generated.
+    that are generated. grid: of a picture, whose rows go along its columns, then its rows, then its frames.
     """
 
     stream: Stream
@@ -69,6 +70,7 @@ class Segment:
     slot: int
     positions: NDArray[np.float64]
     target: bool = False
+    grid: Grid = (0, 0, 0)
 
     @property
     def rows(self) -> int:
@@ -84,7 +86,7 @@ class Layout:
     timestep_index [S], slot of each row; modulation_index [S] = slot * 3 + tag; text_, audio_ and video_indices:
     packed rows of each stream in stream order, conditions before targets; target_audio and target_video: the
     generated rows, a slice of the packed sequence each; condition_audio and condition_video: how many rows of each
-    stream are conditions.
+    stream are conditions; target_grid: of the generated video.
     """
 
     token_tags: torch.Tensor
@@ -99,6 +101,7 @@ class Layout:
     target_video: slice
     condition_audio: int
     condition_video: int
+    target_grid: Grid
 
     @property
     def rows(self) -> int:
@@ -131,7 +134,9 @@ def layout(
         clock += _clock_units(condition)
     picture = video_positions(clock, latent_frames, latent_height, latent_width, patch)
     segments.append(_audio(AUDIO_SLOT, audio_positions(clock, audio_latents, width_axis), target=True))
-    segments.append(_video(VIDEO_SLOT, picture, target=True))
+    pt, ph, pw = patch
+    grid = latent_frames // pt, latent_height // ph, latent_width // pw
+    segments.append(_video(VIDEO_SLOT, picture, target=True, grid=grid))
     return assemble(segments)
 
 
@@ -153,6 +158,7 @@ def assemble(segments: Sequence[Segment]) -> Layout:
         target_video=_target(segments, "video"),
         condition_audio=_condition_rows(segments, "audio"),
         condition_video=_condition_rows(segments, "video"),
+        target_grid=next(segment.grid for segment in segments if segment.target and segment.stream == "video"),
     )
 
 
@@ -264,8 +270,8 @@ def _audio(slot: int, positions: NDArray[np.float64], target: bool = False) -> S
     return Segment("audio", np.full(len(positions), AUDIO_TAG), slot, positions, target)
 
 
-def _video(slot: int, positions: NDArray[np.float64], target: bool = False) -> Segment:
-    return Segment("video", np.full(len(positions), VIDEO_TAG), slot, positions, target)
+def _video(slot: int, positions: NDArray[np.float64], target: bool = False, grid: Grid = (0, 0, 0)) -> Segment:
+    return Segment("video", np.full(len(positions), VIDEO_TAG), slot, positions, target, grid)
 
 
 def _clock_units(condition: Condition) -> float:

@@ -16,28 +16,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engines.adapters import low_rank_name
+from engines.profile import PARTITION_OF
 from engines.sessions.engine_set import EngineSet
+from engines.sessions.modulation import MODULATION
 from engines.store import EngineStore, Manifest
 from plugins.dimensions import TEXT_TAG, VIDEO_TAG
+from plugins.schedule import Schedule
 from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference_key
 from runtime.conditioner import CONDITIONING, Conditioner
 from runtime.decode import decode_audio, decode_planes
-from runtime.denoiser import Denoiser, ModulationCache, State
+from runtime.denoiser import Denoiser, State
 from runtime.encoder import TextEncoder
 from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.intake import Files, Intake, Taken
 from runtime.media.source import MediaPolicy
+from runtime.modulation import ModulationCache, stored_tables
 from runtime.mux import Deliver, MediaOptions, Mp4Writer
 from runtime.packing import Condition, Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.reference_pixels import ReferencePixels
 from runtime.refusal import RequestError
 from runtime.request import Media, Resolved
 from runtime.rng import Noise, augmented, draw_noise
-from runtime.schedule import Schedule
 from runtime.tail import encode_behind
-from runtime.task import PARTITION
 from runtime.text import Tokenizer
 from runtime.transfer import to_host
 from runtime.vision import VISION
@@ -89,8 +92,9 @@ class Pipeline:
         self._dimensions = engines.manifest.dimensions
         self._conditioner = Conditioner(engines)
         self._encoder = TextEncoder(engines)
-        tables = ModulationCache(MemoryModel.of(engines.manifest).modulation_cache)
-        self._denoisers = {partition: Denoiser(engines, partition, tables) for partition in engines.partitions}
+        cache_of_tables = ModulationCache(MemoryModel.of(engines.manifest).modulation_cache)
+        stored = stored_tables(engines.root, engines.manifest)
+        self._denoisers = {p: Denoiser(engines, p, cache_of_tables, stored) for p in engines.partitions}
 
     @classmethod
     def open(
@@ -206,10 +210,10 @@ class Pipeline:
 
         An output's states must be taken before the next output is asked for. Raises Cancelled.
         """
-        denoiser = self._denoisers[PARTITION[resolved.task]]
-        schedule = Schedule.uniform(resolved.forwards, resolved.video_shift, resolved.audio_shift)
+        denoiser = self._denoisers[PARTITION_OF[resolved.task]]
+        schedule = schedule_of(resolved)
         with self._stage("denoise"):
-            sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags))
+            sequence = denoiser.sequence(encoded.text, self.layout(resolved, encoded.tags), resolved.adapter)
             for output in range(resolved.outputs):
                 conditions, start = self.start(resolved, encoded, output)
                 steps = denoiser.sample(sequence, schedule, resolved.quality, conditions, start, units)
@@ -306,6 +310,11 @@ class Pipeline:
             return decode_audio(audio, run, self._dimensions.audio_vae)
 
 
+def schedule_of(resolved: Resolved) -> Schedule:
+    """Both clocks of a request."""
+    return Schedule.of(resolved.forwards, resolved.video_shift, resolved.audio_shift, resolved.positions)
+
+
 def media_options(media: Media) -> MediaOptions:
     """A request's options of the MP4 as the writer takes them, in bits a second."""
     return MediaOptions(
@@ -320,10 +329,12 @@ def media_options(media: Media) -> MediaOptions:
 
 def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
     """The engines of a store that each stage runs; a process that serves one stage opens only its own."""
-    blocks = block_graphs(manifest)
+    modulation = (graph for graph in MODULATION if graph in manifest.graphs)
+    denoise = ("context", *modulation, "prologue", *block_graphs(manifest), "epilogue")
+    with_sides = (graph for graph in map(low_rank_name, denoise) if graph in manifest.graphs)
     return {
         "encode": ("text_encoder.embedding", "text_encoder.layer", *VISION, *CONDITIONING),
-        "denoise": ("context", "modulation.time", "modulation.adaln", "prologue", *blocks, "epilogue"),
+        "denoise": (*denoise, *with_sides),
         "decode": ("video_decoder_tile", "audio_decoder"),
     }
 

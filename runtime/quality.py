@@ -50,10 +50,10 @@ class Quality(_Record):
         raise IndexError(f"a request of {sum(one.forwards for one in self.attending)} forwards has no other")
 
 
-def quality(tier: Tier, forwards: int, video_shift: float) -> Quality:
-    """What a tier is for a request of so many forwards."""
+def quality(tier: Tier, forwards: int, video_shift: float, positions: Sequence[float] | None = None) -> Quality:
+    """What a tier is for a request of so many forwards; `positions` as `sigmas` takes them."""
     whole = WHOLE.get(tier.attention)
-    dense = dense_forwards(sigmas(forwards, video_shift), tier.skip_below) if whole else 0
+    dense = dense_forwards(sigmas(forwards, video_shift, positions), tier.skip_below) if whole else 0
     spans = [Attending(forwards=dense, attention=whole, skip_threshold=0.0)] if whole and dense else []
     if dense < forwards:
         rest = forwards - dense
@@ -69,10 +69,11 @@ def dense_forwards(sigmas: Sequence[Fraction], skip_below: float) -> int:
     return sum(sigma > _exact(skip_below) for sigma in sigmas)
 
 
-def sigmas(forwards: int, shift: float) -> list[Fraction]:
-    """The video sigma of each forward of the standard schedule: s u / (1 + (s - 1) u) at equally spaced u from 1."""
-    s, positions = _exact(shift), (1 - Fraction(step, forwards) for step in range(forwards))
-    return [s * u / (1 + (s - 1) * u) for u in positions]
+def sigmas(forwards: int, shift: float, positions: Sequence[float] | None = None) -> list[Fraction]:
+    """The video sigma of each forward: s u / (1 + (s - 1) u) at the pinned `positions` u, or at equally spaced ones."""
+    uniform = [1 - Fraction(step, forwards) for step in range(forwards)]
+    s, bases = _exact(shift), uniform if positions is None else [_exact(u) for u in positions[:forwards]]
+    return [s * u / (1 + (s - 1) * u) for u in bases]
 
 
 def _exact(number: float) -> Fraction:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engines.quality import Tier
 from plugins.dimensions import FRAMES_PER_SECOND, Dimensions
+from plugins.distilled import Distilled
 from plugins.shape import (
     ASPECT_RATIOS,
     SECONDS_MAXIMUM,
@@ -28,20 +29,18 @@ from plugins.shape import (
     ratio_of,
     requested_frames,
 )
+from runtime.binding import bound_by, check_task, sampling
 from runtime.contract import (
     AUTOMATIC,
     CACHED_TIER,
-    DEFAULT_FORWARDS,
     DEFAULT_FRAMES,
     DEFAULT_RATIO,
-    EVALUATIONS,
     FIELD,
     MEDIA_BYTES,
     PARAMETERS_BYTES,
     PARAMETERS_DEPTH,
     PROMPT,
     SIDE_RATIO_MAXIMUM,
-    SIGMA_POINTS,
     Colour,
     Given,
 )
@@ -77,6 +76,8 @@ class Limits(BaseModel):
 
     model: str = Field(default="h3", description="the name that the field `model` must equal")
     tasks: tuple[Task, ...] = Field(default=TASKS, description="those whose weights are loaded")
+    student: Distilled | None = Field(default=None, description="what the served model was distilled to, if it was")
+    adapters: tuple[Distilled, ...] = Field(default=(), description="those that requests may choose")
     tiers: tuple[Tier, ...] = Field(
         default=(Tier(linears="bfloat16", attention="dense"),),
         min_length=1,
@@ -124,8 +125,13 @@ class Resolved(BaseModel):
     video_reference_short_edge: int
     keyframe_geometry: KeyframeGeometry
     condition_seed: int = Field(description="seed that the references' latents are drawn with, whatever the clip's")
+    adapter: str | None = Field(description="what the model is changed by; null: nothing")
     forwards: int = Field(description="evaluations of the denoiser")
     sigma_points: int = Field(description="forwards + 1")
+    positions: tuple[float, ...] | None = Field(
+        description="of the sigma points before they are shifted, as a distilled model or an adapter pins them; null: "
+        "equally spaced from 1 to 0"
+    )
     video_shift: float
     audio_shift: float
     quality: Quality
@@ -158,6 +164,7 @@ class Resolved(BaseModel):
             "keyframe_geometry": self.keyframe_geometry,
             "media": self.media.model_dump(exclude_none=True),
             **({} if self.deadline is None else {"deadline": self.deadline}),
+            **({} if self.adapter is None else {"lora": {"name": self.adapter}}),
             **self._ends(),
         }
 
@@ -211,16 +218,17 @@ def resolve(
     text = parse_prompt(prompt)
     fields, limits = GivenFields(params), limits or Limits()
     _check_model(fields, limits)
+    bound = bound_by(fields, limits.student, limits.adapters)
     kinds = [one.facts.kind for one in media]
     task = choose_task(fields.spelling("task"), fields.value("task"), kinds, limits.tasks)
+    check_task(fields, task, bound)
     check_media(fields.spelling("task"), task, kinds)
     aspect_ratio = _aspect_ratio(fields, task, media)
     width, height = _canvas(fields, aspect_ratio)
     shape = Shape.of(width, height, _frames(fields, task, dimensions), dimensions)
     references = _references(fields, task, media, shape, dimensions)
     condition_rows = condition_rows_of(references, dimensions)
-    forwards = _forwards(fields)
-    video_shift = fields.value("flow_shift", dimensions.video_shift)
+    sampled = sampling(fields, bound, dimensions)
     outputs = fields.value("num_outputs_per_prompt")
     fields.note_fields_of_others(task)
     return Resolved(
@@ -237,11 +245,10 @@ def resolve(
         video_reference_short_edge=fields.value("video_reference_short_edge"),
         keyframe_geometry=fields.value("keyframe_geometry"),
         condition_seed=CONDITION_SEED,
-        forwards=forwards,
-        sigma_points=forwards + 1,
-        video_shift=video_shift,
-        audio_shift=fields.value("audio_flow_shift", dimensions.audio_shift),
-        quality=quality(_tier(fields, limits), forwards, video_shift),
+        adapter=fields.value("lora"),
+        **sampled._asdict(),
+        sigma_points=sampled.forwards + 1,
+        quality=quality(_tier(fields, limits), sampled.forwards, sampled.video_shift, sampled.positions),
         seed=_seed(fields, outputs),
         outputs=outputs,
         seed_convention=fields.value("seed_convention"),
@@ -444,16 +451,6 @@ def _on_grid(fields: GivenFields, spelling: str, side: int) -> int:
         raise RequestError(spelling, side, rule, (below, below + SIDE_MULTIPLE))
     fields.notes.append(f"{spelling} {side} floored to {below}")
     return below
-
-
-def _forwards(fields: GivenFields) -> int:
-    """Evaluations of the denoiser, from the count and the convention it is given in."""
-    steps = fields.given("num_inference_steps")
-    if steps is None:
-        return DEFAULT_FORWARDS
-    points = fields.value("step_convention") == "sigma_points"
-    count = (SIGMA_POINTS if points else EVALUATIONS).check(steps.spelling, steps.value)
-    return count - 1 if points else count
 
 
 def _decode(field: str, raw: bytes | str) -> str:

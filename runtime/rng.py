@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from plugins.dimensions import AUDIO_CHANNELS
+from plugins.schedule import VISUAL_CONDITION_TIMESTEP
 from runtime.packing import Patch, patchify_video
-from runtime.schedule import VISUAL_CONDITION_TIMESTEP
 
 SeedConvention = Literal["diffusers", "vllm-omni"]
 """diffusers: one CPU generator draws conditions, video, then audio. vllm-omni: each draws from a fresh one of the seed,

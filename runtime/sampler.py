@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.schedule import Clock
+from plugins.schedule import Clock
 
 
 def euler_step(clock: Clock, index: int, sample: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:

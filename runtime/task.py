@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args
 
-from engines.profile import Partition
+from engines.profile import PARTITION_OF, Partition
 from runtime.media.facts import Kind
 from runtime.media.limits import COUNT_IN_ALL, COUNTS
 from runtime.reference_kinds import INPUTS, MEDIA_KINDS
@@ -16,9 +16,6 @@ Task = Literal["t2va", "fl2va", "ref2va"]
 
 TASKS: tuple[Task, ...] = get_args(Task)
 
-PARTITION: Mapping[Task, Partition] = {"t2va": "fl2va", "fl2va": "fl2va", "ref2va": "ref2va"}
-"""The set of transformer weights that serves a task."""
-
 KEYFRAMES_MAXIMUM = 2
 
 NOUNS: Mapping[Kind, str] = {"image": "image", "video": "video", "audio": "sound"}
@@ -26,7 +23,7 @@ NOUNS: Mapping[Kind, str] = {"image": "image", "video": "video", "audio": "sound
 
 def tasks_of(partitions: Collection[Partition]) -> tuple[Task, ...]:
     """The tasks that some partitions serve."""
-    return tuple(task for task in TASKS if PARTITION[task] in partitions)
+    return tuple(task for task in TASKS if PARTITION_OF[task] in partitions)
 
 
 def choose_task(spelling: str, named: str | None, kinds: Collection[Kind], served: Sequence[Task]) -> Task:
@@ -37,9 +34,15 @@ def choose_task(spelling: str, named: str | None, kinds: Collection[Kind], serve
     """
     task = next((task for task in TASKS if task == named), None) or _inferred(kinds, served)
     if task not in served:
-        rule = f"needs the weights {PARTITION[task]}, which this server has not loaded; it serves {', '.join(served)}"
+        loaded = PARTITION_OF[task] in {PARTITION_OF[one] for one in served}
+        why = "is not what the served model was distilled for" if loaded else _not_loaded(task)
+        rule = f"{why}; this server serves {', '.join(served)}"
         raise RequestError(spelling, task, rule, tuple(served))
     return task
+
+
+def _not_loaded(task: Task) -> str:
+    return f"needs the weights {PARTITION_OF[task]}, which are not loaded"
 
 
 def check_media(spelling: str, task: Task, kinds: Sequence[Kind]) -> None:

@@ -46,7 +46,8 @@ def _denoising(resolved: Resolved, text_rows: int, size: DenoiserDimensions) -> 
     rows = text_rows + conditions + resolved.video_rows + resolved.audio_rows
     block = 2.0 * size.block_products * rows + size.mixing(rows)
     runs = resolved.outputs * resolved.forwards * size.layers
-    return Work(f"denoise of quality {resolved.quality.tier}", runs * block)
+    changed = f" with adapter {resolved.adapter}" if resolved.adapter else ""
+    return Work(f"denoise of quality {resolved.quality.tier}{changed}", runs * block)
 
 
 def _decoding(resolved: Resolved) -> Work:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("plugins", "export", "engines", "runtime", "triton_repo", "gateway", "h3trt")
 
 OPENING = (
+    "engines.adapters",
     "engines.backend",
     "engines.layers",
     "engines.machine",

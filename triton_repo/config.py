@@ -49,11 +49,16 @@ class Resource:
 
 @dataclass(frozen=True)
 class InstanceGroup:
-    """How many copies of a model run, and what each must hold while it runs."""
+    """How many copies of a model run, and what each must hold while it runs.
+
+    Of what could run next, Triton's rate limiter takes the one whose executions so far, times its `weight`, are the
+    fewest; while that one waits for a resource, all others wait behind it, whether they need the resource or not.
+    """
 
     count: int = 1
     kind: Kind = Kind.CPU
     resources: tuple[Resource, ...] = ()
+    weight: int = 1
 
 
 @dataclass(frozen=True)

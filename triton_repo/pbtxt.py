@@ -56,6 +56,7 @@ def _write_scheduling(config: ModelConfig, message: schema.ModelConfig) -> None:
         policy.allow_timeout_override = True
     if config.instance_group is not None:
         group = message.instance_group.add(count=config.instance_group.count, kind=config.instance_group.kind.value)
+        group.rate_limiter.priority = config.instance_group.weight
         for resource in config.instance_group.resources:
             entry = group.rate_limiter.resources.add(name=resource.name, count=resource.count)
             setattr(entry, "global", resource.shared)
@@ -94,4 +95,5 @@ def _instance_group(group: schema.ModelInstanceGroup) -> InstanceGroup:
         Resource(resource.name, resource.count, getattr(resource, "global"))
         for resource in group.rate_limiter.resources
     )
-    return InstanceGroup(group.count, Kind(schema.ModelInstanceGroup.Kind.Name(group.kind)), resources)
+    kind = Kind(schema.ModelInstanceGroup.Kind.Name(group.kind))
+    return InstanceGroup(group.count, kind, resources, group.rate_limiter.priority)

@@ -69,7 +69,8 @@ FETCHERS = 4
 
 
 _SOURCES = {PREPARE: "prepare", ENCODE: "encode", DENOISE: "denoise", DECODE: "decode", STREAM: "stream"}
-_DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
+# So heavy that what needs no device, as a dry run does, is never behind what waits for it.
+_DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),), weight=1 << 20)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from engines.profile import Arithmetic
 from plugins.block_attention import BlockAttention, quantises, skips
 from plugins.dimensions import AUDIO_CHANNELS, DenoiserDimensions, TextEncoderDimensions, VisionDimensions
 from plugins.ops.nvfp4_linear import BLOCK
+from plugins.video_tiles import TILE, heads_together, scratch_bytes
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -95,6 +96,16 @@ def images(size: DenoiserDimensions, attention: BlockAttention) -> float:
     if quantises(attention):
         return 3 * size.inner + FLOAT * size.heads
     return 2 * 3 * size.inner if skips(attention) else 0
+
+
+def tiled(size: DenoiserDimensions, widths: Widths, tiles: int, heads: int) -> float:
+    """Attention to video tiles, of some heads: queries, keys and values laid out by tiles, and what chooses the tiles.
+
+    That is the tiles' means, their summary, and the scratch of the heads that are chosen for together.
+    """
+    laid = 3 * tiles * TILE * heads * size.head_dim * widths.item
+    means = 4 * tiles * heads * size.head_dim * FLOAT
+    return laid + means + scratch_bytes(heads_together(heads, tiles), tiles)
 
 
 def project(size: DenoiserDimensions, arithmetic: Arithmetic) -> float:

@@ -15,12 +15,14 @@ from engines.plan.references import References
 from engines.plan.run import LIBRARY_WORKSPACE, Run, Weighing, operations
 from engines.profile import Arithmetic, Profile, component_of
 from engines.quality import graph_name
+from engines.sessions.modulation import MODULATION
 from export.checkpoint.components.audio_vae import AudioVAEConfig
 from export.checkpoint.components.video_vae import VideoVAEConfig
-from plugins.block_attention import BlockAttention, quantises
+from plugins.block_attention import VIDEO_SPARSE, BlockAttention, quantises
 from plugins.dimensions import AUDIO_CHANNELS, TIMESTEP_SLOTS, DenoiserDimensions
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
 from plugins.tiling import chunk_count, tile_grid
+from plugins.video_tiles import TileCounts
 
 INT64 = 8
 
@@ -76,12 +78,36 @@ class Costs:
         """AdaLN parameters of one step."""
         return int(Widths.of(self._denoiser).item * self._size.table_elements)
 
+    @cached_property
+    def folded_bytes(self) -> int:
+        """Weights of a pinned schedule's tables, which the build reads and no request."""
+        return sum(sum(self.weighing.instances(graph)) for graph in MODULATION) if self._pinned else 0
+
     def plans(self) -> tuple[GraphPlan, ...]:
         """Every graph, in the order in which a request meets them; then those of further tiers.
 
-        A request runs the graphs of one tier: here, of the first.
+        A request runs the graphs of one tier: here, of the first. It runs none of a pinned schedule's tables.
         """
-        return (*(self._plan(name, run) for name, run in self._runs()), *self._variants())
+        folded = MODULATION if self._pinned else ()
+        used = (self._idle(name) if name in folded else self._plan(name, run) for name, run in self._runs())
+        return (*used, *self._variants())
+
+    @property
+    def _pinned(self) -> bool:
+        return self.weighing.outline.student is not None
+
+    @cached_property
+    def video_tiles(self) -> TileCounts | None:
+        """Those that a student attends to; None for a model that attends to everything."""
+        student = self.weighing.outline.student
+        if student is None or student.video_sparse is None:
+            return None
+        shape, patch = self.shape, self._size.patch
+        sizes = zip((shape.latent_frames, shape.latent_height, shape.latent_width), patch, strict=True)
+        frames, rows, columns = (size // side for size, side in sizes)
+        # Students make clips from text alone.
+        runs = self.rows.text, self.rows.audio
+        return TileCounts.of(runs, (frames, rows, columns), student.video_sparse.sparsity)
 
     @property
     def _size(self) -> DenoiserDimensions:
@@ -210,38 +236,49 @@ class Costs:
         for kind in profile.further_attention:
             graph = "block.attend" if profile.row_chunk else "block"
             run = self._attend(0, kind) if profile.row_chunk else self._whole_block(0, kind)
-            yield GraphPlan(
-                graph=graph_name(graph, kind, profile.attention.blocks),
-                component=component_of(graph),
-                instances=len(self.weighing.instances(graph)),
-                runs=0,
-                weights=0,
-                instance=0,
-                activations=math.ceil(run.activations),
-                workspace=run.workspace,
-                io=0,
-                attention=math.ceil(run.attention),
-                collectives=0,
-                flops={},
-                traffic=0,
-                exchanged=0,
-            )
+            held = {
+                "graph": graph_name(graph, kind, profile.attention.blocks),
+                "activations": math.ceil(run.activations),
+                "workspace": run.workspace,
+                "attention": math.ceil(run.attention),
+            }
+            yield self._idle(graph).model_copy(update=held)
+
+    def _idle(self, graph: str) -> GraphPlan:
+        """A graph that the request does not run, and that has no weights of its own on the device."""
+        return GraphPlan(
+            graph=graph,
+            component=component_of(graph),
+            instances=len(self.weighing.instances(graph)),
+            runs=0,
+            weights=0,
+            instance=0,
+            activations=0,
+            workspace=0,
+            io=0,
+            attention=0,
+            collectives=0,
+            flops={},
+            traffic=0,
+            exchanged=0,
+        )
 
     def _whole_block(self, runs: int, attention: BlockAttention) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         held = arrays.compiled_block if self.weighing.profile.backend == "inductor" else arrays.block
         row = held(size, self._denoiser) + arrays.images(size, attention)
+        sparse = self._sparse_bytes(attention)
         linear = 2.0 * self.weighing.weights["block"].products() * rows.local
         io = rows.local * (2 * size.hidden * widths.item + self._per_row) + self._table
         kept = arrays.projected(size, widths) + arrays.heads(size, widths) + arrays.feed_forward(size, widths)
         return Run(
             runs,
-            rows.local * row,
-            operations(self._denoiser, runs * linear, runs * self._mixing, _mixed(attention)),
+            rows.local * row + sparse,
+            operations(self._denoiser, runs * linear, runs * self._mixing(attention), _mixed(attention)),
             2 * rows.local * kept + io,
             io,
             workspace=LIBRARY_WORKSPACE,
-            attention=rows.local * arrays.heads(size, widths),
+            attention=rows.local * arrays.heads(size, widths) + sparse,
             collectives=self._exchange_buffers,
             exchanged=runs * self._exchanged,
         )
@@ -249,7 +286,9 @@ class Costs:
     def _project(self, runs: int) -> Run:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         linear = 2.0 * self.weighing.weights["block.project"].products() * rows.local
-        io = rows.local * (2 * size.hidden * widths.item + 3 * size.inner * widths.item + self._per_row) + self._table
+        heads = self._exchanged_heads - 1
+        io = rows.local * (2 * size.hidden * widths.item + heads * size.inner * widths.item + self._per_row)
+        io += self._table
         row = arrays.project(size, self._denoiser)
         flops = operations(self._denoiser, self._block_runs * linear, 0)
         return Run(
@@ -265,11 +304,11 @@ class Costs:
         size, rows, widths = self._size, self.rows, Widths.of(self._denoiser)
         heads = rows.local * arrays.heads(size, widths)
         copied = rows.local * arrays.attend(size, self._denoiser)
-        copied += rows.local * arrays.images(size, attention)
+        copied += rows.local * arrays.images(size, attention) + self._sparse_bytes(attention)
         return Run(
             runs,
             copied,
-            {_mixed(attention) or self._compute: runs * self._mixing},
+            {_mixed(attention) or self._compute: runs * self._mixing(attention)},
             2 * copied + heads,
             rows.local * size.inner * widths.item,
             attention=heads + copied,
@@ -289,10 +328,34 @@ class Costs:
     def _block_runs(self) -> int:
         return self._size.layers * self.workload.forwards
 
-    @property
-    def _mixing(self) -> float:
+    def _mixing(self, attention: BlockAttention) -> float:
         """Operations of one block's attention on one rank, which has a share of the heads and all rows."""
-        return self._size.mixing(self.rows.total) / self._ulysses
+        if attention != VIDEO_SPARSE:
+            return self._size.mixing(self.rows.total) / self._ulysses
+        counts, video = self._attended, self.shape.video_rows
+        pairs = counts.pairs(self.rows.total - video, video) + counts.all**2
+        return 4.0 * self._size.inner * pairs / self._ulysses
+
+    def _sparse_bytes(self, attention: BlockAttention) -> float:
+        """What attention to video tiles takes on a rank beside dense attention's arrays."""
+        if attention != VIDEO_SPARSE:
+            return 0
+        tiles = arrays.tiled(
+            self._size, Widths.of(self._denoiser), self._attended.all, self._size.heads // self._ulysses
+        )
+        return tiles + self.rows.local * self._size.inner * Widths.of(self._denoiser).item
+
+    @property
+    def _attended(self) -> TileCounts:
+        """The tiles of a student that attends to them."""
+        if self.video_tiles is None:
+            raise ValueError("attention 'vsa' is a student's; the model is none")
+        return self.video_tiles
+
+    @property
+    def _exchanged_heads(self) -> int:
+        """Arrays of all heads that a block's projections make and its attention returns: one more with a gate."""
+        return 4 if self.video_tiles is None else 5
 
     @property
     def _ulysses(self) -> int:
@@ -310,16 +373,16 @@ class Costs:
 
     @property
     def _exchange_buffers(self) -> float:
-        """Packed queries, keys and values that are sent, and mixed values that are received."""
+        """Packed queries, keys, values and gates that are sent, and mixed values that are received."""
         if self._ulysses == 1:
             return 0
-        return 4 * self.rows.local * self._size.inner * Widths.of(self._denoiser).item
+        return self._exchanged_heads * self.rows.local * self._size.inner * Widths.of(self._denoiser).item
 
     @property
     def _exchanged(self) -> float:
-        """Bytes that a rank sends in one block: three of queries, keys, values there, mixed values back."""
+        """Bytes that a rank sends in one block: queries, keys, values and gates there, mixed values back."""
         share = (self._ulysses - 1) / self._ulysses
-        return 4 * self.rows.local * self._size.inner * Widths.of(self._denoiser).item * share
+        return self._exchanged_heads * self.rows.local * self._size.inner * Widths.of(self._denoiser).item * share
 
     def _epilogue(self) -> Run:
         size, rows, forwards = self._size, self.rows, self.workload.forwards

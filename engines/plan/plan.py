@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engines.profile import Arithmetic, Component
 from engines.quality import Tier
+from plugins.distilled import Distilled
 
 Stage = Literal["encode", "encode_video", "encode_audio", "modulation", "denoise", "decode_video", "decode_audio"]
 
@@ -34,7 +35,10 @@ class _Record(BaseModel):
 
 
 class Workload(_Record):
-    """The request that is planned for. `text_rows`: tokens of the prompt. `images`, `videos`, `sounds`: references."""
+    """The request that is planned for. `text_rows`: tokens of the prompt. `images`, `videos`, `sounds`: references.
+
+    A model that pins its schedule has forwards of its own where none are given.
+    """
 
     seconds: float = 10
     aspect_ratio: str = "16:9"
@@ -43,6 +47,12 @@ class Workload(_Record):
     images: Annotated[int, Field(ge=0)] = 0
     videos: Annotated[int, Field(ge=0)] = 0
     sounds: Annotated[int, Field(ge=0)] = 0
+
+    def of(self, student: Distilled | None) -> Workload:
+        """The request to a model that may be a student."""
+        if student is None or "forwards" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"forwards": student.schedule.forwards})
 
 
 class GraphPlan(_Record):
@@ -128,11 +138,14 @@ class Plan(_Record):
     """A profile's plan for a request.
 
     `tiers`: those of quality that requests may choose; times and operations are of the first, memory is for all.
+    `student`: what the model is called, if it pins its schedule; then `folded` bytes of its weights are in no memory:
+    what they make, the tables, is in a file of the store.
     `limit`: bytes of one GPU, 0 where there is none to fit into. `host`: bytes of the host's memory, `pinned` among
     them. `disk`: the checkpoint, `sidecar` of quantised weights and plans. `tables`: AdaLN parameters of the schedule.
     """
 
     profile: str
+    student: str | None
     workload: Workload
     frames: int
     width: int
@@ -145,6 +158,7 @@ class Plan(_Record):
     stages: tuple[StagePlan, ...]
     limit: int
     tables: int
+    folded: int
     pinned: int
     host: int
     checkpoint: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engines.plan.graphs import Costs
 from engines.plan.plan import GraphPlan, Plan, PlanError, Workload
 from engines.plan.refusal import refuse
@@ -9,10 +11,12 @@ from engines.plan.rules import check
 from engines.plan.run import Weighing
 from engines.plan.stages import Placement
 from engines.plan.weights import Model
-from engines.profile import Profile
+from engines.profile import PARTITIONS, Profile
 from export.checkpoint.outline import Outline
+from export.checkpoint.sizes import student_dimensions
 from export.checkpoint.tree import COMPONENTS
 from export.miniature.sizes import PICTURES, RELEASED_IDS, released
+from plugins.distilled import Distilled
 
 ENGINE_BYTES = 64 << 20
 """All plans of one compute capability with bound weights: 53 MB, half of it the audio decoder."""
@@ -21,11 +25,15 @@ HOST_PROCESS = 3 << 30
 """Host memory of a rank's process: torch, TensorRT and CUDA, and on the first one the media being encoded."""
 
 
-def released_outline() -> Outline:
-    """The release, without a checkpoint at hand."""
+def released_outline(student: Distilled | None = None) -> Outline:
+    """The release, or a student of its size, without a checkpoint at hand."""
     sizes = released(RELEASED_IDS)
     configs = (sizes.denoiser, sizes.text_encoder, sizes.video_vae, sizes.audio_vae)
-    return Outline.of(dict(zip(COMPONENTS, configs, strict=True)), PICTURES, partitions=("fl2va", "ref2va"))
+    outline = Outline.of(dict(zip(COMPONENTS, configs, strict=True)), PICTURES, partitions=PARTITIONS)
+    if student is None:
+        return outline
+    dimensions = student_dimensions(outline.dimensions, student)
+    return replace(outline, dimensions=dimensions, student=student)
 
 
 def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:
@@ -34,8 +42,8 @@ def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:
     Raises:
         PlanError: the profile contradicts the model, or the request does not fit; says what would.
     """
-    model = Model(outline)
-    check(profile, model, workload)
+    model, workload = Model(outline), workload.of(outline.student)
+    check(profile.serving(outline.student), model, workload)
     plan = draft(profile, model, workload)
     if plan.limit and plan.peak > plan.limit:
         raise PlanError(refuse(plan, profile, model, draft))
@@ -44,17 +52,21 @@ def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:
 
 def draft(profile: Profile, model: Model, workload: Workload) -> Plan:
     """The plan of a request, whether it fits or not."""
+    student = model.outline.student
+    profile, workload = profile.serving(student), workload.of(student)
     costs = Costs(Weighing(profile, model), workload)
     graphs = costs.plans()
     placement = Placement(costs, graphs)
     pinned = sum(holding.pinned for holding in placement.holdings.values())
     unified = profile.device is not None and profile.device.unified
     tables = costs.table_bytes * workload.forwards
+    stored = tables if student else 0
     stages = placement.stages()
     # A CPU works in the host's own memory, where weights are mapped from their files.
     working = 0 if profile.on_gpu else max(stage.peak for stage in stages)
     return Plan(
         profile=profile.name,
+        student=student.name if student else None,
         workload=workload,
         frames=costs.shape.frames,
         width=costs.shape.width,
@@ -67,12 +79,13 @@ def draft(profile: Profile, model: Model, workload: Workload) -> Plan:
         stages=stages,
         limit=profile.device.memory_bytes if profile.device else 0,
         tables=tables,
+        folded=costs.folded_bytes,
         # What shares the host's memory is read from the disk, not kept in memory twice.
         pinned=0 if unified else pinned,
-        host=working + (0 if unified else pinned) + tables + HOST_PROCESS * max(1, profile.gpus),
+        host=working + (0 if unified else pinned) + tables - stored + HOST_PROCESS * max(1, profile.gpus),
         checkpoint=_checkpoint_bytes(profile, model.outline),
         sidecar=_sidecar_bytes(graphs, costs.weighing),
-        engines=ENGINE_BYTES + (sum(graph.weights for graph in graphs) if profile.weights == "baked" else 0),
+        engines=ENGINE_BYTES + stored + (sum(graph.weights for graph in graphs) if profile.weights == "baked" else 0),
     )
 
 

@@ -20,9 +20,17 @@ def check(profile: Profile, model: Model, workload: Workload) -> None:
     size, text = outline.dimensions.denoiser, outline.dimensions.text_encoder
     _check_divisor(profile, "ranks.ulysses", profile.ranks.ulysses, size.heads, "attention heads")
     _check_divisor(profile, "ranks.text_encoder", profile.ranks.text_encoder, text.kv_heads, "key and value heads")
+    student = outline.student
+    if student is not None and workload.forwards != student.schedule.forwards:
+        rule = f"{student.name} has exactly {student.schedule.forwards}"
+        raise PlanError(f"forwards = {workload.forwards}: {rule}")
     missing = [partition for partition in profile.partitions if partition not in outline.partitions]
     if missing:
         raise PlanError(f"profile {profile.name}: partition {missing[0]} is not in the checkpoint; leave it out")
+    student = outline.student
+    if student and student.video_sparse and profile.backend == "tensorrt_rtx":
+        rule = f"{student.name} attends to video tiles alone, which this backend has no operation for"
+        raise PlanError(f"profile {profile.name}: backend = 'tensorrt_rtx': {rule}; take a profile of another one")
     if not SECONDS_MINIMUM <= workload.seconds <= SECONDS_MAXIMUM:
         raise PlanError(f"seconds = {workload.seconds:g}: must be from {SECONDS_MINIMUM} to {SECONDS_MAXIMUM}")
     _check_shapes(profile, Costs(Weighing(profile, model), workload))

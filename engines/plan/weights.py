@@ -15,7 +15,7 @@ from export.checkpoint.tree import Component as Files
 from plugins.ops.nvfp4_linear import BLOCK
 
 _LINEARS: dict[str, re.Pattern[str]] = {
-    "block": re.compile(r".*\.(attn\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2))\.weight"),
+    "block": re.compile(r".*\.(attn\.to_(q|k|v|gate_compress|out\.0)|ff\.net\.(0\.proj|2))\.weight"),
     "context": re.compile(r".*\.(attn\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2))\.weight"),
     "text_encoder.layer": re.compile(r".*\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"),
 }
@@ -115,7 +115,10 @@ VISION_LISTS = {"blocks": "block", "deepstack_merger_list": "deepstack"}
 """The vision encoder's graphs that have an instance for each element of a list of the checkpoint."""
 
 SEGMENTS = {
-    "block.project": ("norm1.", "attn.to_q.", "attn.to_k.", "attn.to_v.", "attn.norm_q.", "attn.norm_k."),
+    "block.project": (
+        "norm1.",
+        *(f"attn.{n}." for n in ("to_q", "to_k", "to_v", "to_gate_compress", "norm_q", "norm_k")),
+    ),
     "block.attend": (),
     "block.finish": ("attn.to_out.", "norm2.", "ff."),
 }

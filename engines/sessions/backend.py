@@ -33,8 +33,12 @@ class Backend(Protocol):
         instance: int,
         partition: Partition,
         outputs: Mapping[str, torch.Tensor],
+        adapter: str | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Every output by name: those of `outputs` written in place, the others in memory of their own."""
+        """Every output by name: those of `outputs` written in place, the others in memory of their own.
+
+        The adapter's weights are in place of the partition's, or beside them, where the graph takes both.
+        """
 
     def warm(self) -> None:
         """Does now what the first run of each engine would otherwise wait for."""

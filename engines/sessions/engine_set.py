@@ -56,9 +56,9 @@ class EngineSet:
         """
         opened = store if isinstance(store, EngineStore) else EngineStore.open(store)
         manifest = opened.manifest
-        chosen_graphs, chosen_partitions = list(graphs or manifest.graphs), list(partitions or manifest.bindings)
+        chosen_graphs, chosen_partitions = list(graphs or manifest.graphs), list(partitions or manifest.partitions)
         _check_present("graph", chosen_graphs, manifest.graphs, opened.root)
-        _check_present("partition", chosen_partitions, manifest.bindings, opened.root)
+        _check_present("partition", chosen_partitions, manifest.partitions, opened.root)
         return EngineSet(opened, chosen_graphs, chosen_partitions)
 
     def run(
@@ -68,23 +68,28 @@ class EngineSet:
         instance: int = 0,
         partition: Partition | None = None,
         outputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        adapter: str | None = None,
     ) -> dict[str, torch.Tensor]:
         """Runs one instance of a graph on tensors of the shapes and dtypes in the manifest.
 
         Contiguous inputs on `device` are read where they are; others are copied to it. The outputs are on `device`;
         those that `outputs` has a tensor for are written there, the others own their memory.
         partition: whose weights, of a graph that has its own in each; others have the same in all that are open.
+        adapter: one of the partition's that changes what the graphs compute that it has weights for, and no others.
 
         Raises:
-            EngineInputError: an unknown graph, partition or instance; a missing or unknown input; an unknown output;
-                a wrong dtype, device, layout or shape.
+            EngineInputError: an unknown graph, partition, adapter or instance; a missing or unknown input; an unknown
+                output; a wrong dtype, device, layout or shape.
         """
         partition = partition or self._partitions[0]
+        self._check_adapter(adapter, partition)
+        changed = adapter if adapter is not None and self.manifest.changes(adapter, graph) else None
+        graph = self.manifest.engine_of(graph, changed)
         self._check_target(graph, instance, partition)
         self._check_tensors(graph, inputs, outputs)
         placed = {name: tensor.detach().to(self.device).contiguous() for name, tensor in inputs.items()}
         with self._lock:
-            return self._backend.run(graph, placed, instance, partition, outputs)
+            return self._backend.run(graph, placed, instance, partition, outputs, changed)
 
     def warm(self) -> None:
         """Does now what the first run of each engine would otherwise wait for."""
@@ -105,6 +110,11 @@ class EngineSet:
         sizes = [size for size in spec.shape if not isinstance(size, str)]
         _require(len(sizes) == len(spec.shape), f"tensor {spec.name}: shape {list(spec.shape)} has no fixed size")
         return torch.empty(sizes, dtype=TORCH[spec.dtype], device=self.device)
+
+    def _check_adapter(self, adapter: str | None, partition: Partition) -> None:
+        offered = [name for name, record in self.manifest.adapters.items() if record.partition == partition]
+        known = ", ".join(offered) or "none"
+        _require(adapter is None or adapter in offered, f"adapter {adapter!r}: must be one of {partition}'s: {known}")
 
     def _check_target(self, graph: str, instance: int, partition: Partition) -> None:
         opened = sorted(self._graphs)

@@ -31,7 +31,7 @@ class Weights(Protocol):
     """Where an instance's weights are when a run is queued."""
 
     def tensors(
-        self, graph: str, instance: int, partition: Partition
+        self, graph: str, instance: int, partition: Partition, adapter: str | None = None
     ) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """Every weight by name, on the engines' device, for a run that is queued within."""
 
@@ -79,6 +79,7 @@ class InductorEngines:
         instance: int,
         partition: Partition,
         outputs: Mapping[str, torch.Tensor],
+        adapter: str | None = None,
     ) -> dict[str, torch.Tensor]:
         """Runs, or queues the run on the GPU; every output by name, on the device.
 
@@ -87,7 +88,7 @@ class InductorEngines:
             EngineRunError: the program fails.
         """
         program = self._programs[graph]
-        with self._computing(), self._weights.tensors(graph, instance, partition) as weights:
+        with self._computing(), self._weights.tensors(graph, instance, partition, adapter) as weights:
             results = program.run(inputs, weights, outputs)
             if self._queued:
                 self._queued.add()
@@ -172,14 +173,16 @@ class MappedTensors:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._mapped = MappedWeights(manifest.weight_files)
-        self._known: dict[tuple[str, int, Partition], dict[str, torch.Tensor]] = {}
+        self._known: dict[tuple[str, int, Partition, str | None], dict[str, torch.Tensor]] = {}
 
     @contextmanager
-    def tensors(self, graph: str, instance: int, partition: Partition) -> Iterator[dict[str, torch.Tensor]]:
+    def tensors(
+        self, graph: str, instance: int, partition: Partition, adapter: str | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """Every weight of an instance."""
-        key = (graph, instance, partition)
+        key = (graph, instance, partition, adapter)
         if key not in self._known:
-            self._known[key] = self._made(graph, instance, partition)
+            self._known[key] = self._made(*key)
         yield self._known[key]
 
     def load_lasting(self) -> None:
@@ -188,8 +191,8 @@ class MappedTensors:
     def leave(self, graphs: Collection[str]) -> None:
         """Nothing is held for a stage alone."""
 
-    def _made(self, graph: str, instance: int, partition: Partition) -> dict[str, torch.Tensor]:
-        regions = self._manifest.bindings[partition][graph][instance]
+    def _made(self, graph: str, instance: int, partition: Partition, adapter: str | None) -> dict[str, torch.Tensor]:
+        regions = self._manifest.regions(graph, instance, partition, adapter)
         made = {}
         with warnings.catch_warnings():
             # The map is read-only, which torch has no word for; no program writes its weights.
@@ -208,10 +211,12 @@ class PlacedTensors:
         self._bound = BoundWeights(bound_groups(opening, gpu), self._manifest)
 
     @contextmanager
-    def tensors(self, graph: str, instance: int, partition: Partition) -> Iterator[dict[str, torch.Tensor]]:
+    def tensors(
+        self, graph: str, instance: int, partition: Partition, adapter: str | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """Every weight of an instance, on the GPU."""
         dtypes = {spec.name: spec.dtype for spec in self._manifest.graphs[graph].weights}
-        with self._bound.bound(graph, instance, partition) as weights:
+        with self._bound.bound(graph, instance, partition, adapter) as weights:
             yield {
                 name: weight.memory[weight.offset : weight.offset + weight.region.nbytes(dtypes[name])]
                 .view(TORCH[dtypes[name]])

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
+from engines.adapters import has_sides
 from engines.sessions.backend import EngineKey, Opening
 from engines.sessions.dtypes import NAMES, ONNX_TYPE
 from engines.sessions.weights import MappedWeights
@@ -35,7 +36,7 @@ class OnnxRuntimeEngines:
         self._engines = {key: opening.store.read(file) for key, file in self._files()}
         self._threads = self._manifest.profile.thread_count()
         self._mapped = MappedWeights(self._manifest.weight_files)
-        self._weights: dict[EngineKey, dict[str, ort.OrtValue]] = {}
+        self._weights: dict[tuple[EngineKey, str | None], dict[str, ort.OrtValue]] = {}
         self._sessions: dict[EngineKey, Session] = {}
 
     def run(
@@ -45,20 +46,21 @@ class OnnxRuntimeEngines:
         instance: int,
         partition: Partition,
         outputs: Mapping[str, torch.Tensor],
+        adapter: str | None = None,
     ) -> dict[str, torch.Tensor]:
         """Every output by name, on the CPU."""
         session = self._session(graph, instance, partition)
-        weights = {} if self._baked else self._bound(graph, instance, partition)
+        weights = {} if self._baked else self._bound(graph, instance, partition, adapter)
         return session.run(inputs, weights, outputs)
 
     def warm(self) -> None:
-        """Opens every session and maps every weight."""
+        """Opens every session and maps every weight, adapters' when they are first bound."""
         for partition in self._partitions:
             for graph in self._graphs:
                 for instance in range(self._manifest.graphs[graph].instances):
                     self._session(graph, instance, partition)
-                    if not self._baked:
-                        self._bound(graph, instance, partition)
+                    if not self._baked and not has_sides(graph):
+                        self._bound(graph, instance, partition, None)
 
     def leave(self, graphs: Collection[str]) -> None:
         """Weights are mapped and sessions small: nothing is held for a stage alone."""
@@ -84,10 +86,10 @@ class OnnxRuntimeEngines:
         used = {region.file for region in self._manifest.bindings[partition][graph][instance].values()}
         return {Path(self._manifest.weight_files[i].path).name: self._mapped.file(i) for i in sorted(used)}
 
-    def _bound(self, graph: str, instance: int, partition: Partition) -> dict[str, ort.OrtValue]:
-        key = EngineKey(graph, partition, instance)
+    def _bound(self, graph: str, instance: int, partition: Partition, adapter: str | None) -> dict[str, ort.OrtValue]:
+        key = EngineKey(graph, partition, instance), adapter
         if key not in self._weights:
-            regions: Mapping[str, Region] = self._manifest.bindings[partition][graph][instance]
+            regions: Mapping[str, Region] = self._manifest.regions(graph, instance, partition, adapter)
             weights = self._manifest.graphs[graph].weights
             self._weights[key] = {w.name: mapped_value(self._mapped, regions[w.name], w.dtype) for w in weights}
         return self._weights[key]

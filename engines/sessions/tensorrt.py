@@ -74,6 +74,7 @@ class TensorRTEngines:
         instance: int,
         partition: Partition,
         outputs: Mapping[str, torch.Tensor],
+        adapter: str | None = None,
     ) -> dict[str, torch.Tensor]:
         """Queues one run; every output by name, on the GPU.
 
@@ -83,7 +84,7 @@ class TensorRTEngines:
         """
         with self._gpu.computing() as stream:
             plan = self._plans.get(graph, instance, partition)
-            with self._weights.bound(graph, instance, partition) as weights:
+            with self._weights.bound(graph, instance, partition, adapter) as weights:
                 results = plan.enqueue(inputs, weights, outputs, stream)
             self._queued.add()
         return results

@@ -13,7 +13,7 @@ from export.artifacts.pieces import Pairing, Pieces, Role, check_touched, take_a
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Stored
 from export.checkpoint.safetensors_file import Declared, Header
-from export.checkpoint.strict_json import read_object, section
+from export.checkpoint.strict_json import read_object
 from plugins.distilled import Distilled, PinnedSchedule, VideoSparse
 
 FORMAT = "fastvideo-lora-v2"
@@ -68,7 +68,7 @@ def read_fasth3(header: Header, base: Base) -> Artifact:
     check_touched(header.file, patches, base)
     sparse = _sparse(header, name, patches, base)
     _check_manifest(header.file)
-    return Artifact(header.file, _distilled(name, sparse), patches, header.metadata)
+    return Artifact(header.file, distilled(name, sparse), patches, header.metadata)
 
 
 class _Reader:
@@ -166,15 +166,16 @@ def _sparse(header: Header, name: str, patches: Mapping[str, Patch], base: Base)
 
 
 def _check_manifest(file: Path) -> None:
-    """Sees that the bundle that the file came in, if it lies in one, is of the same schedule."""
+    """Sees that the bundle that the file came in, if it lies in one and says so, is of the same schedule."""
     for manifest in (file.parent / MANIFEST, file.parent.parent / MANIFEST):
-        if manifest.is_file():
-            rungs = section(read_object(manifest), "sampling", manifest).get("base_timesteps")
-            if rungs != list(RUNGS):
-                raise CheckpointError(manifest, "sampling.base_timesteps", list(RUNGS), repr(rungs)[:120])
+        sampling = read_object(manifest).get("sampling") if manifest.is_file() else None
+        rungs = sampling.get("base_timesteps") if isinstance(sampling, dict) else None
+        if rungs not in (None, list(RUNGS)):
+            raise CheckpointError(manifest, "sampling.base_timesteps", list(RUNGS), repr(rungs)[:120])
 
 
-def _distilled(name: str, sparse: VideoSparse | None) -> Distilled:
+def distilled(name: str, sparse: VideoSparse | None) -> Distilled:
+    """What requests to a variant are bound to."""
     positions = (*(rung / 1000 for rung in RUNGS), 0.0)
     schedule = PinnedSchedule(
         forwards=len(RUNGS),

@@ -86,8 +86,8 @@ class Declared:
         return f"{DTYPE_NAMES[self.dtype]} {shape}"
 
 
-def read_header(file: Path) -> Header:
-    """Parses and checks the header of `file`.
+def read_header(file: Path, limit: int = MAX_HEADER_BYTES) -> Header:
+    """Parses and checks the header of `file`, of at most `limit` bytes.
 
     Raises:
         CheckpointError: the file is missing, truncated or oversized; the header is not what the format allows; or the
@@ -96,7 +96,7 @@ def read_header(file: Path) -> Header:
     if not file.is_file():
         raise CheckpointError(file, "file", "a safetensors file", "no such file")
     size = file.stat().st_size
-    raw = _header_bytes(file, size)
+    raw = _header_bytes(file, size, limit)
     table = parse_object(file, "header", raw)
     if not raw.startswith(b"{"):
         raise CheckpointError(file, "header", "a JSON object from its first byte", repr(raw[:16]))
@@ -107,13 +107,13 @@ def read_header(file: Path) -> Header:
     return Header(file, tensors, metadata, size, hashlib.sha256(raw).hexdigest())
 
 
-def _header_bytes(file: Path, size: int) -> bytes:
+def _header_bytes(file: Path, size: int, limit: int) -> bytes:
     if size < 8:
         raise CheckpointError(file, "header length", "8 bytes", f"a file of {size} bytes")
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(file, "header length", f"at most {MAX_HEADER_BYTES} bytes", length)
+        if length > limit:
+            raise CheckpointError(file, "header length", f"at most {limit} bytes", length)
         if length > size - 8:
             raise CheckpointError(file, "header", f"{length} bytes", f"a file truncated after {size - 8} of them")
         return stream.read(length)

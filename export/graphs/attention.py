@@ -9,6 +9,7 @@ from export.checkpoint.recipes import QKVLayout
 from plugins.dimensions import DenoiserDimensions
 from plugins.ops.attention import OP as ATTENTION
 from plugins.ops.norm_rotary import OP as NORM_ROTARY
+from plugins.ops.video_sparse_attention import OP as VIDEO_SPARSE_ATTENTION
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each [S, half], float32: angles of the leading 2 x half channels of every head."""
@@ -48,7 +49,7 @@ class AttentionInputs(nn.Module):
         self.key_norm = nn.RMSNorm(dimensions.head_dim, eps=dimensions.qk_norm_eps, dtype=compute)
         self.eps = dimensions.qk_norm_eps
 
-    def inputs(self, x: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(self, x: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, ...]:
         """Rows [S, D] to query, key and value, each [S, heads, head_dim]; a row's depend on that row alone."""
         query, key, value = self.project(x)
         return self._normed(self.query_norm, query, rotary), self._normed(self.key_norm, key, rotary), value
@@ -58,6 +59,19 @@ class AttentionInputs(nn.Module):
             return norm(x)
         cos, sin = rotary
         return NORM_ROTARY(x, norm.weight, cos, sin, self.eps, 2 * cos.shape[-1])
+
+
+class GatedInputs(AttentionInputs):
+    """The same, and a gate: a projection of the same rows that is neither normed nor rotated (spec/model.md 8.3)."""
+
+    def __init__(self, dimensions: DenoiserDimensions, layout: QKVLayout, compute: torch.dtype) -> None:
+        super().__init__(dimensions, layout, compute)
+        self.gate = nn.Linear(dimensions.hidden, dimensions.inner, bias=False, dtype=compute)
+
+    def inputs(self, x: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, ...]:
+        """Rows [S, D] to query, key, value and gate, each [S, heads, head_dim]."""
+        query, key, value = super().inputs(x, rotary)
+        return query, key, value, self.gate(x).unflatten(-1, query.shape[1:])
 
 
 class AttentionOutput(nn.Module):
@@ -94,6 +108,25 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     decomposable = int(query.dtype == torch.float32 or heads == 1)
     query, key, value = (_heads_first(x) for x in (query, key, value))
     result = ATTENTION(query, key, value, head_dim**-0.5, decomposable)
+    return result.squeeze(0).transpose(0, 1).flatten(1)
+
+
+def attend_to_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gate: torch.Tensor,
+    tile_rows: torch.Tensor,
+    row_tiles: torch.Tensor,
+    tile_counts: torch.Tensor,
+) -> torch.Tensor:
+    """Attention to the most relevant video tiles: four of [S, heads, head_dim] to [S, heads * head_dim].
+
+    The tiles are as `plugins.ops.video_sparse_attention` takes them.
+    """
+    scale = query.shape[-1] ** -0.5
+    heads = (_heads_first(x) for x in (query, key, value, gate))
+    result = VIDEO_SPARSE_ATTENTION(*heads, tile_rows, row_tiles, tile_counts, scale)
     return result.squeeze(0).transpose(0, 1).flatten(1)
 
 

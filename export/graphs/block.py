@@ -7,21 +7,23 @@ passes between the segments is laid out by rows, [rows, heads, head_dim], so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Stored
-from export.graphs.attention import AttentionInputs, AttentionOutput, attend
-from export.graphs.block_layout import BlockLayout, block_layout
+from export.graphs.attention import AttentionInputs, AttentionOutput, GatedInputs, attend, attend_to_tiles
+from export.graphs.block_layout import BlockLayout, gated_layout
 from export.graphs.feed_forward import FeedForward
 from export.graphs.graph import Axis, Graph, TensorSpec
-from export.graphs.rows import CHUNK_ROWS, ROWS
+from export.graphs.rows import CHUNK_ROWS, ROWS, TILES
+from plugins.block_attention import GATE, ROW_TILES, TILE_COUNTS, TILE_ROWS, VIDEO_SPARSE
 from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions
 from plugins.ops.gated_residual import OP as GATED_RESIDUAL
 from plugins.ops.modulated_rms_norm import OP as MODULATED_RMS_NORM
+from plugins.video_tiles import TILE
 
 TABLE_ROWS = TIMESTEP_SLOTS * MODALITIES
 """Rows of a block's modulation table."""
@@ -34,7 +36,8 @@ class Project(nn.Module):
         super().__init__()
         # Only the norm's weight is its own: the op that runs is the fused one.
         self.norm1 = nn.RMSNorm(dimensions.hidden, eps=dimensions.norm_eps, dtype=compute)
-        self.attention = AttentionInputs(dimensions, layout.qkv, compute)
+        inputs = GatedInputs if layout.gated else AttentionInputs
+        self.attention = inputs(dimensions, layout.qkv, compute)
         self.eps = dimensions.norm_eps
 
     def forward(
@@ -44,8 +47,8 @@ class Project(nn.Module):
         modulation_index: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden [R, D] to query, key and value, each [R, heads, head_dim]."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Hidden [R, D] to query, key, value and, where there is one, gate, each [R, heads, head_dim]."""
         shift, scale = modulation.chunk(6, dim=-1)[:2]
         x = MODULATED_RMS_NORM(hidden, self.norm1.weight, scale, shift, modulation_index, self.eps)
         return self.attention.inputs(x, (cos, sin))
@@ -64,6 +67,17 @@ class Attend(nn.Module):
         """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; dense, it takes no threshold."""
         assert skip_threshold is None
         return attend(query, key, value)
+
+
+class TileAttend(nn.Module):
+    """Attention to the most relevant video tiles; has no weights."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Query, key, value and gate, each [S, heads, head_dim], and the tiles to mixed values [S, heads * head_dim].
+
+        The tiles are three int64 tensors: the rows of each, the tile of each row, and counts.
+        """
+        return attend_to_tiles(*inputs)
 
 
 class Finish(nn.Module):
@@ -114,17 +128,42 @@ class Block(nn.Module):
         return (result, skipped[0]) if skipped else result
 
 
+class TileBlock(nn.Module):
+    """A block whose attention is to the most relevant video tiles (spec/model.md 8.3)."""
+
+    def __init__(self, dimensions: DenoiserDimensions, layout: BlockLayout, compute: torch.dtype) -> None:
+        super().__init__()
+        self.project = Project(dimensions, layout, compute)
+        self.attend = TileAttend()
+        self.finish = Finish(dimensions, layout, compute)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        modulation: torch.Tensor,
+        modulation_index: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *tiles: torch.Tensor,
+    ) -> torch.Tensor:
+        """Hidden [S, D] to hidden [S, D]; `tiles` as `TileAttend` takes them."""
+        mixed = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin), *tiles)
+        result: torch.Tensor = self.finish(hidden, mixed, modulation, modulation_index)
+        return result
+
+
 def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
-    """The `block` graph; instance i is layer i."""
+    """The `block` graph; instance i is layer i. Where blocks have a gate, they attend to video tiles."""
     block = _Block(checkpoint, partition, compute)
     graph = Graph(
         name="block",
-        module=block.module(Block),
-        inputs=(*block.rows(ROWS), *block.angles(ROWS)),
+        module=block.module(TileBlock if block.gated else Block),
+        inputs=(*block.rows(ROWS), *block.angles(ROWS), *block.tiles()),
         outputs=(block.hidden(ROWS, "hidden_out"),),
         weights=tuple(_prefixed("project", p) | _prefixed("finish", f) for p, f in block.weights()),
         compute=compute,
-        trials=({"rows": 1}, {"rows": 7}, {"rows": 50}),
+        trials=block.trials(),
+        variant=block.variant,
     )
     return (graph,)
 
@@ -146,12 +185,13 @@ def segments(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tu
     )
     attend = Graph(
         name="block.attend",
-        module=Attend,
-        inputs=block.heads(ROWS),
+        module=TileAttend if block.gated else Attend,
+        inputs=(*block.heads(ROWS), *block.tiles()),
         outputs=(block.mixed(ROWS),),
         weights=({},),
         compute=compute,
-        trials=({"rows": 1}, {"rows": 7}, {"rows": 50}),
+        trials=block.trials(),
+        variant=block.variant,
     )
     hidden, *modulation = block.rows(CHUNK_ROWS)
     finish = Graph(
@@ -171,7 +211,7 @@ class _Block:
 
     def __init__(self, checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> None:
         self._dimensions = checkpoint.dimensions.denoiser
-        self._layout = block_layout(checkpoint, partition)
+        self._layout = gated_layout(checkpoint, partition)
         self._stored = checkpoint.stored("denoiser", partition)
         self._compute = compute
 
@@ -201,10 +241,58 @@ class _Block:
 
     def heads(self, rows: Axis) -> tuple[TensorSpec, ...]:
         shape = (rows, self._dimensions.heads, self._dimensions.head_dim)
-        return tuple(TensorSpec(name, self._compute, shape) for name in ("query", "key", "value"))
+        names = ("query", "key", "value", *([GATE] if self.gated else []))
+        return tuple(TensorSpec(name, self._compute, shape) for name in names)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the blocks attend to video tiles."""
+        return self._layout.gated
+
+    @property
+    def variant(self) -> str:
+        """What the attention is, where it is not the released model's."""
+        return VIDEO_SPARSE if self.gated else ""
+
+    def tiles(self) -> tuple[TensorSpec, ...]:
+        """What attention to video tiles takes beside the rows."""
+        if not self.gated:
+            return ()
+        return (
+            TensorSpec(TILE_ROWS, torch.int64, (TILES, TILE), trial=_trial_rows),
+            TensorSpec(ROW_TILES, torch.int64, (ROWS,), trial=_trial_tiles),
+            TensorSpec(TILE_COUNTS, torch.int64, (2,), trial=_trial_counts),
+        )
+
+    def trials(self) -> tuple[dict[str, int], ...]:
+        """Sizes of a sequence to compare a whole block, or its attention, at."""
+        if not self.gated:
+            return {"rows": 1}, {"rows": 7}, {"rows": 50}
+        return {"rows": 7, "tiles": 3}, {"rows": 50, "tiles": 6}, {"rows": 150, "tiles": 9}
 
     def mixed(self, rows: Axis) -> TensorSpec:
         return TensorSpec("mixed", self._compute, (rows, self._dimensions.inner))
+
+
+def _trial_tiles(sizes: Mapping[str, int]) -> torch.Tensor:
+    """The tile of each row: tiles as equal as can be."""
+    return torch.arange(sizes["rows"]) * sizes["tiles"] // sizes["rows"]
+
+
+def _trial_rows(sizes: Mapping[str, int]) -> torch.Tensor:
+    """The rows of those tiles."""
+    tiles = _trial_tiles(sizes)
+    rows = torch.full((sizes["tiles"], TILE), -1)
+    for tile in range(sizes["tiles"]):
+        (found,) = torch.nonzero(tiles == tile, as_tuple=True)
+        rows[tile, : len(found)] = found
+    return rows
+
+
+def _trial_counts(sizes: Mapping[str, int]) -> torch.Tensor:
+    """A third of them are a prefix, half of the others are chosen."""
+    prefix = sizes["tiles"] // 3
+    return torch.tensor([prefix, (sizes["tiles"] - prefix) // 2])
 
 
 _FINISH = ("attention.out.", "norm2.", "feed_forward.")

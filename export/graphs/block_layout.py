@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from export.checkpoint import Checkpoint
+from export.checkpoint.components.denoiser import GATE
 from export.checkpoint.expressions import Stored
 from export.checkpoint.recipes import QKVLayout
 
@@ -21,6 +22,8 @@ class BlockLayout:
     blocks: str
     refiner_blocks: str
     keys: Mapping[str, str]
+    gated: bool = False
+    """Whether the blocks attend to video tiles, and have a gate for it."""
 
     def weights(self, stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
         """The stored tensors of the block at `prefix`, by the block's parameter names."""
@@ -67,3 +70,11 @@ def block_layout(checkpoint: Checkpoint, partition: str) -> BlockLayout:
     qkv = checkpoint.qkv_layout("denoiser", partition)
     # Only diffusers splits the projections; a student's transformer may have another layout than its base.
     return DIFFUSERS if qkv == "split" else replace(NATIVE, qkv=qkv)
+
+
+def gated_layout(checkpoint: Checkpoint, partition: str) -> BlockLayout:
+    """The layout of a partition's blocks other than the refiner's, with their gates if the first one has any."""
+    layout = block_layout(checkpoint, partition)
+    if f"{layout.blocks}.0.{GATE}" not in checkpoint.stored("denoiser", partition):
+        return layout
+    return replace(layout, keys={**layout.keys, "attention.gate.weight": GATE}, gated=True)

@@ -34,6 +34,8 @@ class TensorSpec:
     shape: tuple[int | Axis, ...]
     below: int | tuple[Axis, ...] = 0
     """Integers only: the exclusive upper bound of the values, or the axes whose sizes add up to it."""
+    trial: Callable[[Mapping[str, int]], torch.Tensor] | None = None
+    """Makes a trial's tensor from the sizes of its axes, where no random one would do."""
 
 
 @dataclass(frozen=True)

@@ -18,3 +18,6 @@ ROWS = Axis("rows", 1, 262_144)
 
 CHUNK_ROWS = Axis("chunk_rows", 1, 262_144)
 """R: consecutive rows of the packed sequence that go through row-local work together."""
+
+TILES = Axis("tiles", 1, 8_192)
+"""T: tiles of up to 64 packed rows; 1,814 for 15 s of 1344x768."""

@@ -10,7 +10,15 @@ from torch import nn
 
 from export.graphs.block import Attend, AttendResult, Block
 from export.graphs.graph import Graph, TensorSpec
-from plugins.block_attention import ATTENDING, SKIP_THRESHOLD, SKIPPED_TILES, BlockAttention, quantises, skips
+from plugins.block_attention import (
+    ATTENDING,
+    SKIP_THRESHOLD,
+    SKIPPED_TILES,
+    VIDEO_SPARSE,
+    BlockAttention,
+    quantises,
+    skips,
+)
 from plugins.kernels.hopper_attention import BFLOAT16, QUERY_TILE, SAGE
 from plugins.ops.sage_attention import OP as SAGE_ATTENTION
 from plugins.ops.skip_softmax_attention import OP as SKIP_SOFTMAX_ATTENTION
@@ -27,9 +35,9 @@ def choose_attention(graph: Graph, attention: BlockAttention, heads: int) -> Gra
     """The graph with that attention, if it is one of a block that has attention; else as it is.
 
     With "skip" it has one input more, `skip_threshold`, which the sampler sets for each step, and one output more,
-    `skipped_tiles`. Its weights are the same objects.
+    `skipped_tiles`. Its weights are the same objects. Blocks that attend to video tiles have been made so.
     """
-    if attention == "dense" or graph.name not in ATTENDING:
+    if attention in ("dense", VIDEO_SPARSE) or graph.name not in ATTENDING:
         return graph
     threshold = (TensorSpec(SKIP_THRESHOLD, torch.float32, (1,)),) if skips(attention) else ()
     counts = (TensorSpec(SKIPPED_TILES, torch.int64, (heads,)),) if skips(attention) else ()

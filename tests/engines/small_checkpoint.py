@@ -26,6 +26,7 @@ from plugins.dimensions import (
     VideoVAEDimensions,
     VisionDimensions,
 )
+from plugins.distilled import Distilled
 from plugins.ops import attention
 
 HEADS, HEAD, WIDTH = 2, 8, 12
@@ -73,6 +74,7 @@ class SmallCheckpoint:
     layout: str = "native"
     partitions: tuple[str, ...] = ("fl2va", "ref2va")
     fingerprint: str = "f" * 64
+    student: Distilled | None = None
 
     @staticmethod
     def open(path: Path) -> SmallCheckpoint:

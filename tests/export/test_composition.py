@@ -76,7 +76,7 @@ def run(graph: Graph, instance: int, *inputs: torch.Tensor) -> torch.Tensor:
     return BoundModule(graph, binding, instance)(inputs, weights)
 
 
-def our_velocity(checkpoint: DenoiserCheckpoint, compute: torch.dtype, p: Packed) -> torch.Tensor:
+def our_velocity(checkpoint: DenoiserCheckpoint, compute: torch.dtype, p: Packed, *tiles: torch.Tensor) -> torch.Tensor:
     graphs = denoiser_graphs(checkpoint, compute)
     layers = checkpoint.dimensions.denoiser.layers
     text_rows = run(graphs["context"], 0, p.text.to(compute))
@@ -89,7 +89,7 @@ def our_velocity(checkpoint: DenoiserCheckpoint, compute: torch.dtype, p: Packed
     index = p.timestep_index * 3 + p.tags
     for i in range(layers):
         table = tables[i].reshape(12, -1)
-        hidden = run(graphs["block"], i, hidden, table, index, angles.cos(), angles.sin())
+        hidden = run(graphs["block"], i, hidden, table, index, angles.cos(), angles.sin(), *tiles)
     velocity = run(graphs["epilogue"], 0, hidden, tables[layers], p.timestep_index)
     text, audio, video = len(p.text), len(p.audio), len(p.video)
     video_velocity = velocity[p.indices(text + audio, video), :96]

@@ -40,10 +40,9 @@ def test_what_a_killed_server_was_doing_fails_what_waited_runs_and_nothing_is_le
         with GatewayProcess(url, tmp_path / "gateway", "--concurrency", "1") as gateway:
             running = gateway.submit(**WORK)
             gateway.wait(running, "in_progress")
-            # First: Triton's rate limiter may keep h3_prepare waiting behind a model that waits for the device.
-            waiting = gateway.submit(size=7)
             unary = Background(lambda: Client(url).generate_unary("p", WORK))
             queued = Background(lambda: Client(url).generate("p", WORK))
+            waiting = gateway.submit(size=7)
             # Long enough for both to be sent; what waits for the device is in no count of Triton's.
             time.sleep(2)
             os.kill(_pid(watchdog), signal.SIGKILL)

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from export.miniature.tokenizer import train
+from plugins.schedule import Schedule
 from plugins.shape import canvas_of, ratio_of
 from runtime import geometry, packing
 from runtime.packing import Condition, patchify_video
 from runtime.presentation import presentation
 from runtime.rng import augmented, draw_noise
-from runtime.schedule import Schedule
 from runtime.selection import packed_order
 from runtime.text import Tokenizer
 from tests.request.sizes import RELEASED

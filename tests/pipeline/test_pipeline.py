@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.denoiser import Modulation, ModulationCache
 from runtime.events import Cancellation, Cancelled, Event
 from runtime.intake import Taken
+from runtime.modulation import Modulation, ModulationCache
 from runtime.pipeline import Pipeline
 from runtime.probe import inspect_mp4
 from runtime.tail import ENCODER_THREAD

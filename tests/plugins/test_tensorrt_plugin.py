@@ -53,7 +53,12 @@ def test_builds_lower_to_plugins_what_is_one() -> None:
 
 
 def test_attention_ops_have_plugins() -> None:
-    assert {op.name for op in WITH_PLUGINS} >= {"dense_attention", "skip_softmax_attention", "sage_attention"}
+    assert {op.name for op in WITH_PLUGINS} >= {
+        "dense_attention",
+        "skip_softmax_attention",
+        "sage_attention",
+        "video_sparse_attention",
+    }
 
 
 @EACH
@@ -76,7 +81,8 @@ def test_plugin_keeps_its_attributes_through_clone_and_serialisation(op: Op, reg
 @EACH
 def test_types_are_those_of_the_op(op: Op, registered: Any) -> None:
     plugin = make(registered, op)
-    types = {"valid_rows": trt.DataType.INT64, "threshold": trt.DataType.FLOAT, "skipped": trt.DataType.INT64}
+    integers = ("valid_rows", "tile_rows", "row_tiles", "tile_counts", "skipped")
+    types = {"threshold": trt.DataType.FLOAT, **dict.fromkeys(integers, trt.DataType.INT64)}
     wanted = [types.get(name, trt.DataType.BF16) for name in (*op.inputs, *op.results)]
     described = [described_as(kind) for kind in wanted]
     inputs = len(op.inputs)
@@ -133,8 +139,8 @@ def test_a_build_registers_what_its_model_needs(untouched: Any, tmp_path: Path) 
     register_plugins(lean, wanted)
     assert untouched.get_creator("sage_attention", VERSION, DOMAIN) is not None
     assert untouched.get_creator("skip_softmax_attention", VERSION, DOMAIN) is None
-    with pytest.raises(PlanError, match=r"graph block: .*h3::vsa is not in plugins\.registry"):
-        register_plugins(lean, PlanRequest.model_construct(graph="block", expected=expectation("vsa")))
+    with pytest.raises(PlanError, match=r"graph block: .*h3::nothing is not in plugins\.registry"):
+        register_plugins(lean, PlanRequest.model_construct(graph="block", expected=expectation("nothing")))
 
 
 def expectation(*plugins: str) -> Expected:
@@ -145,7 +151,9 @@ def expectation(*plugins: str) -> Expected:
 @EACH
 def test_enqueue_on_a_gpu_is_the_torch_op(op: Op) -> None:
     given = {"valid_rows": torch.tensor([300], device="cuda"), "threshold": torch.zeros(1, device="cuda")}
-    heads = (torch.randn(1, 2, 320, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    rows = torch.arange(320, device="cuda")
+    given |= {"tile_rows": rows.view(5, 64), "row_tiles": rows // 64, "tile_counts": torch.tensor([1, 2]).cuda()}
+    heads = (torch.randn(1, 2, 320, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     inputs = [given[name] if name in given else next(heads) for name in op.inputs]
     attributes = {name: NUMBERS[name] for name in op.attributes}
     expected = op(*inputs, *attributes.values())

@@ -14,10 +14,10 @@ from engines.profile import Profile
 from engines.quality import LOSSLESS, TIERS, Tier, further_engines, served_by
 from plugins.block_attention import ATTENTIONS
 from plugins.kernels.hopper_attention import SAGE
+from plugins.schedule import Schedule
 from runtime.quality import dense_forwards, quality, sigmas
 from runtime.refusal import RequestError
 from runtime.request import Limits, Resolved, resolve, restore
-from runtime.schedule import Schedule
 from tests.request.sizes import RELEASED
 
 GATES = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.90, 0.86, 0.80)

@@ -50,7 +50,7 @@ _FREE = [
     for field in FIELDS
     if not isinstance(field.kind, Sides | WholeSeconds | NamedReferences | MediaUrls | StartTimes | FrameIndices)
     and field.name not in ("model", "task", "width", "height", "short_edge", "num_inference_steps", "step_convention")
-    and field.name != "quality"  # what a server's profile offers: test_quality
+    and field.name not in ("quality", "lora")  # what a server offers: test_quality, test_binding
     and (field.only is None or field.only)
 ]
 _SIDE = st.integers(8, 40).map(lambda cells: 32 * cells)

@@ -268,7 +268,6 @@ NOT_OFFERED = (
     _absent("force_refresh_step_policy", "once", "'once'"),
     _absent("enable_frame_interpolation", True, "true", "false"),
     _absent("frame_interpolation_exp", 1, "1"),
-    _absent("lora", {"name": "turbo", "path": "t.safetensors"}, "{'name': 'turbo', 'path': 't.safetensors'}"),
     _absent("video_codec_options", {"preset": "slow"}, "{'preset': 'slow'}"),
     _ok("left off", _wide(long_video=False, audio_mode="native", generate_sound=True, latent_refine=False, images=[])),
 )

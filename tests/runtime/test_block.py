@@ -25,9 +25,9 @@ class Recorder:
         self.calls: list[tuple[str, dict[str, torch.Tensor]]] = []
         self.manifest: Any = SimpleNamespace(
             graphs={name: SimpleNamespace(outputs=_outputs(name)) for name in graphs},
-            profile=SimpleNamespace(
-                row_chunk=CHUNK, attention=SimpleNamespace(blocks="dense"), further_attention=further
-            ),
+            profile=SimpleNamespace(row_chunk=CHUNK),
+            attention="dense",
+            further_attention=further,
         )
 
     def empty(self, spec: TensorRecord) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_every_forward_has_its_own_attention(graphs: tuple[str, ...]) -> None:
 
 def test_a_profile_whose_blocks_skip_is_dense_with_the_same_engine() -> None:
     engines: Any = Recorder(WHOLE, ())
-    engines.manifest.profile.attention.blocks = "skip"
+    engines.manifest.attention = "skip"
     attention = BlocksAttention(engines)
     attention.use(Attending(forwards=1, attention="dense", skip_threshold=0.0))
     assert attention.graph("block") == "block"

@@ -23,9 +23,9 @@ from diffusers.modular_pipelines.minimax_h3.decoders import MiniMaxH3AfterDenois
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plugins.schedule import AUDIO_CONDITION_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT, Schedule
 from runtime import packing
 from runtime.packing import Condition
-from runtime.schedule import AUDIO_CONDITION_SLOT, VIDEO_SLOT, VISUAL_CONDITION_SLOT, Schedule
 
 PATCH = (1, 2, 2)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from diffusers import MiniMaxH3Scheduler
 
+from plugins.schedule import Schedule
 from runtime.sampler import euler_step
-from runtime.schedule import Schedule
 
 
 def velocity_of(state):

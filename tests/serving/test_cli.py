@@ -223,6 +223,8 @@ def test_a_missing_triton_names_the_set_up(monkeypatch: pytest.MonkeyPatch) -> N
         ("engines.plan", "PlanError", Exit.USAGE),
         ("export.linears", "LinearsError", Exit.ENGINES),
         ("export.sidecar", "SidecarError", Exit.ENGINES),
+        ("export.low_rank", "LowRankError", Exit.CHECKPOINT),
+        ("engines.switchable", "SwitchableError", Exit.CHECKPOINT),
         ("engines.backends.tensorrt.request", "PlanError", Exit.ENGINES),
         ("engines.backends.tensorrt.request", "CensusError", Exit.ENGINES),
         ("engines.layers", "LayersError", Exit.ENGINES),

@@ -40,6 +40,30 @@ def test_an_urgent_request_overtakes_those_that_wait(toy_server: TritonServer) -
     assert ended == sorted(ended)  # type: ignore[type-var]
 
 
+@pytest.mark.parametrize("running", ["generate", "generate_unary"])
+def test_a_dry_run_is_not_behind_what_waits_for_the_device(toy_server: TritonServer, running: str) -> None:
+    """Triton's rate limiter serves in turn, and a model whose turn it is keeps all others waiting with it."""
+    (waiting,) = {"generate", "generate_unary"} - {running}
+
+    def ask(how: str, units: int) -> Background:
+        def call() -> float:
+            with Client(toy_server.endpoints.grpc) as client:
+                getattr(client, how)("p", {"units": units, "pause": PAUSE})
+            return time.monotonic()
+
+        return Background(call)
+
+    holds = ask(running, 20)
+    time.sleep(2 * PAUSE)
+    waits = ask(waiting, 1)
+    time.sleep(2 * PAUSE)
+    with Client(toy_server.endpoints.grpc) as client:
+        client.resolve("p", {})
+    answered = time.monotonic()
+    ended = [one.join() for one in (holds, waits)]
+    assert [answered, *ended] == sorted([answered, *ended])  # type: ignore[type-var]
+
+
 def test_a_request_waits_no_longer_than_its_deadline(toy_server: TritonServer) -> None:
     running = _ask(toy_server, {"units": 20, "pause": PAUSE})
     time.sleep(2 * PAUSE)

@@ -42,6 +42,7 @@ PYTHON_MODELS = st.builds(
         InstanceGroup,
         count=st.integers(1, 4),
         resources=st.lists(st.builds(Resource, NAMES, st.integers(1, 9), st.booleans()), max_size=2).map(tuple),
+        weight=st.integers(1, 1 << 31),
     ),
     queue=st.none() | st.builds(QueuePolicy, st.integers(0, 99), st.integers(0, 10**9)),
     decoupled=st.booleans(),

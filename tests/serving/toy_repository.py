@@ -10,7 +10,7 @@ from triton_repo.names import ENSEMBLE, PREPARE, STREAM
 from triton_repo.repository import EVENT, INDEX, MP4, PARAMS, PROMPT, RESOLVED, RepositorySettings
 
 QUEUE = QueuePolicy(2, 60_000_000)
-DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),))
+DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),), weight=1 << 20)
 
 
 def toy_configs(store: Path, state: Path | None = None) -> list[tuple[ModelConfig, str | None]]:

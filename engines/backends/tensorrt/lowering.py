@@ -13,7 +13,7 @@ DOMAIN = "h3"
 NATIVE = ("Attention", "DistCollective")
 """Operators of our domain that the parser takes by their names, as layers of its own."""
 
-PLUGINS = ("sage_attention", "skip_softmax_attention")
+PLUGINS = ("sage_attention", "skip_softmax_attention", "video_sparse_attention")
 """Operators of our domain that are plugins where there can be any; by their functions they would hold all scores."""
 
 PLUGIN_VERSION = "1"

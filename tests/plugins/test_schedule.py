@@ -8,7 +8,7 @@ from diffusers import MiniMaxH3Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.schedule import Schedule, ScheduleError
+from plugins.schedule import Schedule, ScheduleError
 
 SHIFTS = (3.0, 6.0, 10.0, 12.0)
 

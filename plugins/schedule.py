@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from plugins.dimensions import TIMESTEP_SLOTS
+from plugins.distilled import PinnedSchedule
 
 VIDEO_SLOT, AUDIO_SLOT, VISUAL_CONDITION_SLOT, AUDIO_CONDITION_SLOT = range(TIMESTEP_SLOTS)
 """Slots of the modulation table: video and text rows, audio rows, visual condition rows, audio reference rows."""
@@ -60,6 +61,25 @@ class Schedule:
                 f"sigma_points: {self.video.forwards} video forwards but {self.audio.forwards} audio forwards remain "
                 "after equal sigmas are merged; use fewer points or a smaller shift"
             )
+
+    @classmethod
+    def of(
+        cls, forwards: int, video_shift: float, audio_shift: float, positions: Sequence[float] | None = None
+    ) -> Schedule:
+        """The schedule of base positions, one more than there are forwards; None: the equally spaced ones.
+
+        Raises ScheduleError.
+        """
+        if positions is None:
+            return cls.uniform(forwards, video_shift, audio_shift)
+        if len(positions) != forwards + 1:
+            raise ScheduleError(f"base_schedule: {len(positions)} positions, {forwards} forwards need {forwards + 1}")
+        return cls.from_positions(positions, video_shift, audio_shift)
+
+    @classmethod
+    def pinned(cls, schedule: PinnedSchedule) -> Schedule:
+        """The only schedule of a distilled model or an adapter. Raises ScheduleError."""
+        return cls.of(schedule.forwards, schedule.video_shift, schedule.audio_shift, schedule.positions)
 
     @classmethod
     def uniform(cls, forwards: int, video_shift: float, audio_shift: float) -> Schedule:
