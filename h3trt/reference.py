@@ -30,6 +30,8 @@ from diffusers.utils import load_image, logging
 from PIL import Image
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from export.artifacts import Artifact, partition_of
+from export.artifacts.patched import patched_parameters
 from export.checkpoint import Checkpoint, Weight, materialise
 from h3trt.reference_processor import ReferenceProcessor
 from runtime.denoiser import State
@@ -82,10 +84,18 @@ class Reference:
 
 
 class ReferencePipeline:
-    """diffusers' pipeline in float32 on the CPU, its components loaded from a checkpoint of either layout."""
+    """diffusers' pipeline in float32 on the CPU, its components loaded from a checkpoint of either layout.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    With an adapter, its transformer has the adapter's weights fused in. diffusers has no sparse attention of video:
+    ValueError for a student that was trained with it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, adapter: Artifact | None = None) -> None:
+        student = checkpoint.student
+        if student is not None and student.video_sparse is not None:
+            raise ValueError(f"{student.name}: has sparse attention of video, which diffusers does not compute")
         self._checkpoint = checkpoint
+        self._adapter = adapter
         self._components = {
             "text_encoder": _text_encoder(checkpoint),
             "tokenizer": Qwen2Tokenizer(tokenizer_file=str(checkpoint.tokenizer_file)),
@@ -136,11 +146,17 @@ class ReferencePipeline:
 
     @cached_property
     def _fl2va(self) -> MiniMaxH3Transformer3DModel:
-        return _transformer(self._checkpoint, "fl2va")
+        return self._denoiser("fl2va")
 
     @cached_property
     def _ref2va(self) -> MiniMaxH3Transformer3DModel:
-        return _transformer(self._checkpoint, "ref2va")
+        return self._denoiser("ref2va")
+
+    def _denoiser(self, partition: str) -> MiniMaxH3Transformer3DModel:
+        parameters = self._checkpoint.parameters("denoiser", partition)
+        if self._adapter is not None and partition == partition_of(self._adapter.distilled):
+            parameters = patched_parameters(self._adapter, parameters)
+        return _load(MiniMaxH3Transformer3DModel(**self._checkpoint.config("denoiser", partition)), parameters)
 
 
 class _PinnedScheduler(MiniMaxH3Scheduler):
@@ -159,7 +175,7 @@ class _PinnedScheduler(MiniMaxH3Scheduler):
         super().set_timesteps(device=device, sigmas=self.pinned)
 
 
-def _schedulers(request: Resolved) -> Mapping[str, MiniMaxH3Scheduler]:
+def _schedulers(request: Resolved) -> dict[str, Any]:
     shifts = {"scheduler": request.video_shift, "audio_scheduler": request.audio_shift}
     if request.positions is None:
         return {name: MiniMaxH3Scheduler(shift=shift) for name, shift in shifts.items()}
@@ -260,11 +276,6 @@ def _pipeline(request: Resolved, recorder: _Recorder, components: Mapping[str, A
         pipeline.update_components(reference_image_short_edge=edges[0], canvas_short_edge=edges[1])
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def _transformer(checkpoint: Checkpoint, partition: str) -> MiniMaxH3Transformer3DModel:
-    model = MiniMaxH3Transformer3DModel(**checkpoint.config("denoiser", partition))
-    return _load(model, checkpoint.parameters("denoiser", partition))
 
 
 def _text_encoder(checkpoint: Checkpoint) -> Qwen3VLForConditionalGeneration:
