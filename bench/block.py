@@ -157,7 +157,9 @@ def open_block(folder: Path, name: str, blocks: Literal["dense", "sage"]) -> Eng
 def side_profile(name: str, blocks: Literal["dense", "sage"]) -> Profile:
     """A shipped profile with an attention of its own choice."""
     loaded = Profile.load(name)
-    return loaded.model_copy(update={"attention": loaded.attention.model_copy(update={"blocks": blocks})})
+    return loaded.model_copy(
+        update={"attention": loaded.attention.model_copy(update={"blocks": blocks}), "quality": {}}
+    )
 
 
 def operations(dimensions: DenoiserDimensions, rows: int) -> dict[str, float]:

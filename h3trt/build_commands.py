@@ -362,6 +362,9 @@ def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:
     checkpoint = Checkpoint.open(path)
     summary = summarise(checkpoint)
     console.line(f"{summary.layout} layout, partitions {', '.join(summary.partitions)}, {amount(summary.nbytes)}")
+    if summary.student is not None:
+        base = "merged with what it holds" if checkpoint.base is None else f"of the base {checkpoint.base.root}"
+        console.line(f"{summary.student.name}, {base}: {summary.student.schedule.forwards} forwards")
     console.line(f"fingerprint {summary.fingerprint}")
     rows = [
         (part.component, part.partition, f"{part.tensors:,}", f"{part.nbytes:,}", _dtypes(part.dtypes))

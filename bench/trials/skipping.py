@@ -41,14 +41,16 @@ TURNS = (
     ("    Stage next = values;", f"    if (group == 1) {_PASS}    Stage next = values;"),
 )
 EDITS = {"forced": (FORCED,), "spec forced": (FORCED,), "turns": (FORCED, *TURNS)}
-FILES = {"before": "attention_before.cu"} | dict.fromkeys(("spec", "spec forced", "turns"), "attention_spec.cu")
+FILES = {"before": "attention_before.cu", "new": "attention_new.cu", "forced": "attention_new.cu"} | dict.fromkeys(
+    ("spec", "spec forced", "turns"), "attention_spec.cu"
+)
 
 
 @dataclass(frozen=True)
 class Trial(Variant):
     """A variant whose source is edited."""
 
-    edit: str = "new"
+    edit: str = "main"
 
     def source(self) -> str:
         text = Variant.source(self)
@@ -63,7 +65,8 @@ class Trial(Variant):
 
 TRIALS = {
     "bf16 before": Trial(2, 128, 3, "before"),
-    "bf16 new": Trial(2, 128, 3),
+    "bf16 new": Trial(2, 128, 3, "new"),
+    "bf16 main": Trial(2, 128, 3),
     "bf16 forced": Trial(2, 128, 3, "forced"),
     "bf16 spec": Trial(2, 128, 3, "spec"),
     "bf16 spec forced": Trial(2, 128, 3, "spec forced"),
@@ -73,7 +76,8 @@ TRIALS = {
     "bf16 turns": Trial(2, 128, 3, "turns"),
     "bf16 176 turns": Trial(2, 176, 2, "turns"),
     "sage before": Trial(1, 224, 3, "before"),
-    "sage new": Trial(1, 224, 3),
+    "sage new": Trial(1, 224, 3, "new"),
+    "sage main": Trial(1, 224, 3),
     "sage forced": Trial(1, 224, 3, "forced"),
     "sage spec": Trial(1, 224, 3, "spec"),
     "sage spec forced": Trial(1, 224, 3, "spec forced"),
@@ -136,8 +140,15 @@ def main() -> None:
                 sides[f"{name}, skipping"] = partial(attend, TRIALS[name], *x, _rows(x), at, SCALE)
         timings = in_turns(sides, 3)
         shares[str(share)] = {name: t.median for name, t in timings.items()}
-        ratios = {n[:-10]: t.median / timings[n[:-10] + ", dense"].median for n, t in timings.items() if "skipping" in n}
-        print(share, {name: round(value, 4) for name, value in ratios.items()}, f"{time.monotonic() - began:.0f} s", flush=True)
+        ratios = {
+            n[:-10]: t.median / timings[n[:-10] + ", dense"].median for n, t in timings.items() if "skipping" in n
+        }
+        print(
+            share,
+            {name: round(value, 4) for name, value in ratios.items()},
+            f"{time.monotonic() - began:.0f} s",
+            flush=True,
+        )
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 
 

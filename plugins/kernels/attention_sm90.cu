@@ -105,20 +105,24 @@ __device__ __forceinline__ void fetch_share(uint8* destination, const uint8* sou
         : "memory");
 }
 
-// Whether all four warps of a group would skip a tile, which each says in shared memory at `votes`, under the tile's
-// number. A warp that would not skip knows the answer, and goes on while the others still look.
-__device__ __forceinline__ bool group_skips(uint32 votes, uint32 tile, bool low) {
+// Whether all lanes of a warp would skip a tile, which it tells the other warps of its group: at its place among `votes`,
+// under the tile's number.
+__device__ __forceinline__ bool warp_skips(uint32 votes, uint32 tile, bool low) {
     const bool mine = __all_sync(~0u, low);
-    votes += tile % VOTES * 16;
     // All lanes store alike: a lane that did it for them would have to be found.
-    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(votes + threadIdx.x % 128 / 32 * 4), "r"(2 * tile + mine)
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(votes + tile % VOTES * 16 + threadIdx.x % 128 / 32 * 4),
+                 "r"(2 * tile + mine)
                  : "memory");
-    if (!mine) return false;
+    return mine;
+}
+
+// Whether all warps of a group would skip a tile, asked by one that would; the others know that they do not.
+__device__ __forceinline__ bool group_skips(uint32 votes, uint32 tile) {
     while (true) {
         uint32 vote[4], against = 0, agreeing = 0;
         asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(vote[0]), "=r"(vote[1]), "=r"(vote[2]), "=r"(vote[3])
-                     : "r"(votes)
+                     : "r"(votes + tile % VOTES * 16)
                      : "memory");
 #pragma unroll
         for (int warp = 0; warp < 4; ++warp) {
@@ -338,6 +342,18 @@ __device__ __forceinline__ float key_scale_of(const float* scales, int tile) {
     return ELEMENT_BYTES == 1 ? __ldg(scales + tile) : 1.f;
 }
 
+// What follows the product of a tile: its keys are let go, its padding is hidden, its maxima are found, and its values are
+// waited for.
+__device__ __forceinline__ void finish_scores(float (&scores)[SCORES], float (&largest)[2], Shared& shared, Stage& keys,
+                                              const Stage& values, int tile, int tiles, int64 valid) {
+    hold(scores);
+    release(&shared.keys_empty[keys.index]);
+    if (tile == tiles - 1) hide_padding(scores, static_cast<int>(valid - int64(tile) * KEYS));
+    tile_maxima(scores, largest);
+    barrier_wait(&shared.values_full[values.index], values.parity);
+    keys.advance();
+}
+
 // All key tiles of one warpgroup's queries; a row would skip a tile whose largest weight is below its limit, in log2.
 // Leaves sums of weighted values and returns how many tiles were skipped.
 template <bool SKIPPING>
@@ -349,65 +365,57 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
     const uint32 votes = shared_address(shared.votes[group]);
     float scores[SCORES], largest[2], correction[2];
     uint32 weights[PACKED];
-    Stage keys, values;  // where the next keys are, and the values that are not released yet
+    Stage keys, values, next;  // where the next keys are, the values that are not let go yet, and a tile's own values
     int skipped = 0;
 
+    float key_scale = key_scale_of(key_scales, 0), next_scale = key_scale_of(key_scales, min(1, tiles - 1));
     barrier_wait(&shared.queries_full, 0);
     barrier_wait(&shared.keys_full[0], 0);
     products_begin();
     make_scores(scores, queries, key_tiles);
     products_wait<0>();
-    hold(scores);
-    release(&shared.keys_empty[0]);
-    keys.advance();
-    if (tiles == 1) hide_padding(scores, static_cast<int>(valid));
-    tile_maxima(scores, largest);
-    exponentiate(scores, rows, largest, key_scale_of(key_scales, 0), correction);
+    finish_scores(scores, largest, shared, keys, next, 0, tiles, valid);
+    exponentiate(scores, rows, largest, key_scale, correction);
     pack(scores, weights);
 
-    float next_scale = key_scale_of(key_scales, min(1, tiles - 1));
-    Stage next = values;  // where this tile's values are
-    barrier_wait(&shared.values_full[next.index], next.parity);
     if (tiles > 1) barrier_wait(&shared.keys_full[keys.index], keys.parity);
     for (int tile = 1; tile < tiles; ++tile) {
-        float key_scale = next_scale;
+        key_scale = next_scale;
         next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
         next.advance();
         products_begin();
         make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
         add_values(sums, weights, value_tiles + values.index * (TILE_BYTES / 16));
         products_wait<1>();
-        hold(scores);
-        release(&shared.keys_empty[keys.index]);
-        if (tile == tiles - 1) hide_padding(scores, static_cast<int>(valid - int64(tile) * KEYS));
-        tile_maxima(scores, largest);
-        // What is needed next is waited for here and below, not when it is needed: these waits end a block of
-        // instructions. Within one, the assembler moves waits for products and turns up to its beginning.
-        barrier_wait(&shared.values_full[next.index], next.parity);
-        keys.advance();
-        // Tiles that are skipped are passed over here, so that where none is the loop is that of dense attention.
-        while (SKIPPING && group_skips(votes, tile, is_low(rows, largest, key_scale, limits))) {
-            ++skipped;
-            products_wait<0>();
-            hold(sums);
-            release(&shared.values_empty[values.index]);
-            values = next;
-            if (++tile == tiles) return skipped;
-            key_scale = next_scale;
-            next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
-            next.advance();
-            barrier_wait(&shared.keys_full[keys.index], keys.parity);
-            products_begin();
-            make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
-            products_wait<0>();
-            hold(scores);
-            release(&shared.keys_empty[keys.index]);
-            if (tile == tiles - 1) hide_padding(scores, static_cast<int>(valid - int64(tile) * KEYS));
-            tile_maxima(scores, largest);
-            barrier_wait(&shared.values_full[next.index], next.parity);
-            keys.advance();
-        }
+        // What is needed next is waited for in there and below, not when it is needed: these waits end a block of
+        // instructions. Within one, the assembler moves waits for products up to its beginning.
+        finish_scores(scores, largest, shared, keys, next, tile, tiles, valid);
+        // Weights are made before it is known whether they are wanted: where no tile is skipped, votes take no time.
+        const bool mine = SKIPPING && warp_skips(votes, tile, is_low(rows, largest, key_scale, limits));
+        const float totals[2] = {rows.total[0], rows.total[1]};
         exponentiate(scores, rows, largest, key_scale, correction);
+        if (SKIPPING && mine && group_skips(votes, tile)) {
+            // A tile that is skipped has left the maxima as they were.
+            rows.total[0] = totals[0];
+            rows.total[1] = totals[1];
+            do {
+                ++skipped;
+                products_wait<0>();
+                hold(sums);
+                release(&shared.values_empty[values.index]);
+                values = next;
+                if (++tile == tiles) return skipped;
+                key_scale = next_scale;
+                next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
+                next.advance();
+                barrier_wait(&shared.keys_full[keys.index], keys.parity);
+                products_begin();
+                make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
+                products_wait<0>();
+                finish_scores(scores, largest, shared, keys, next, tile, tiles, valid);
+            } while (warp_skips(votes, tile, is_low(rows, largest, key_scale, limits)) && group_skips(votes, tile));
+            exponentiate(scores, rows, largest, key_scale, correction);
+        }
         if (tile + 1 < tiles) barrier_wait(&shared.keys_full[keys.index], keys.parity);
         products_wait<0>();
         hold(sums);

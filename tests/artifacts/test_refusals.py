@@ -337,6 +337,21 @@ def test_a_tensor_twice(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path,
     refused(file, checkpoint, QUERY, "the key twice")
 
 
+def test_a_header_of_more_tensors_than_any_adapter_has(
+    artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None
+) -> None:
+    many = all_of(*(put(f"{'x' * 1000}{index}", 1) for index in range(2000)))
+    file = damaged(artifacts / FOLDERS["turbo_4step"], tmp_path, many)
+    refused(file, checkpoint, "header length", "at most 2097152 bytes")
+
+
+def test_a_contract_of_gigabytes_is_not_read(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    root = _student(artifacts, tmp_path)
+    with (root / "fastvideo_inference.json").open("r+b") as opened:
+        opened.truncate(1 << 40)
+    refused(root, checkpoint, "contents", "at most 16777216 bytes, found 1099511627776 bytes")
+
+
 def test_a_file_of_no_family(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None) -> None:
     anonymous = all_of(hush("key_format"), call("style.safetensors"))
     file = damaged(artifacts / FOLDERS["turbo_4step"], tmp_path, anonymous)

@@ -9,7 +9,6 @@ import torch
 from conftest import LAYOUTS
 from denoiser_checkpoint import CONFIG, DenoiserCheckpoint, denoiser_graphs, save, small_denoiser
 from test_composition import Packed, diffusers_velocity, our_velocity, relative, run
-from video_sparse_denoiser import TileProcessor
 
 from engines.declaration import describe_graph
 from export.binding import bind
@@ -21,7 +20,7 @@ from export.passes.quantise_linears import quantise_linears
 from export.sidecar import plan_sidecar
 from runtime.packing import Layout, layout
 from runtime.video_tiles import VideoTiles, video_tiles
-from tests.video_sparse import kept_of, tiles_of
+from tests.video_sparse import TileProcessor, kept_of, tiles_of
 
 TEXT, AUDIO, GRID = 70, 9, (9, 5, 6)
 TENTHS = 7
