@@ -52,7 +52,7 @@ ROWS = 58_880
 LARGEST_ROWS = 110_592
 
 REST = 0.3
-"""Seconds before each run of the second measurement, in which the GPU's power is not what limits it."""
+"""Seconds before each run of the second measurement and of the kernels', in which the GPU's power is no limit."""
 
 CHECKED_ROWS = 2048
 """Rows that float32 attention holds the scores of."""
@@ -71,7 +71,7 @@ def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict
     }
     timings, rested = in_turns({**ours, **theirs}), in_turns({**ours, **theirs}, rest=REST)
     sides = {**ours, PEER: theirs[PEER]}
-    seen = {name: kernels(run) for name, run in sides.items()}
+    seen = {name: kernels(run, REST) for name, run in sides.items()}
     work = operations(dimensions, rows)
     result = {
         "what": f"one block, {rows} rows, random data",
@@ -157,7 +157,9 @@ def open_block(folder: Path, name: str, blocks: Literal["dense", "sage"]) -> Eng
 def side_profile(name: str, blocks: Literal["dense", "sage"]) -> Profile:
     """A shipped profile with an attention of its own choice."""
     loaded = Profile.load(name)
-    return loaded.model_copy(update={"attention": loaded.attention.model_copy(update={"blocks": blocks})})
+    return loaded.model_copy(
+        update={"attention": loaded.attention.model_copy(update={"blocks": blocks}), "quality": {}}
+    )
 
 
 def operations(dimensions: DenoiserDimensions, rows: int) -> dict[str, float]:

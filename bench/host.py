@@ -10,6 +10,9 @@ import torch
 
 from bench.machine import GPU_QUERY
 
+MEMORY_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+"""Tells MiB."""
+
 
 def describe() -> dict[str, Any]:
     """GPU, driver and versions."""
@@ -24,6 +27,11 @@ def describe() -> dict[str, Any]:
 
 
 def used_memory() -> int:
-    """Bytes in use on the whole device, other processes' included, as nvidia-smi counts them."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    """Bytes of the device that cannot be had any more, as a profile counts its memory: what nvidia-smi calls its total.
+
+    CUDA's own total is less: the driver keeps some (`memory.reserved`), which the plan has among what is taken.
+    """
+    identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+    told = subprocess.run((*MEMORY_QUERY, identity), capture_output=True, text=True, check=True).stdout  # noqa: S603
+    free, _ = torch.cuda.mem_get_info()
+    return (int(told) << 20) - free

@@ -73,10 +73,15 @@ def once_on_host(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def kernels(run: Callable[[], object], most: int = 25) -> list[dict[str, float | str | int]]:
-    """The kernels of one run, longest first: name, calls, milliseconds."""
+def kernels(run: Callable[[], object], rest: float = 0.0, most: int = 25) -> list[dict[str, float | str | int]]:
+    """The kernels of one run, longest first: name, calls, milliseconds.
+
+    `rest`: seconds without work before it; without, the run that comes first has the coolest GPU and the fastest clock.
+    """
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()
+    time.sleep(rest)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()

@@ -153,7 +153,7 @@ def _flex(case: Case) -> Callable[[], object]:
         return filled[key_place]
 
     mask = BlockMask.from_kv_blocks(*listed[0], *listed[1], BLOCK_SIZE=TILE, mask_mod=is_filled)
-    options = {"BLOCK_M": TILE, "BLOCK_N": TILE, "num_warps": 4, "num_stages": 2}
+    options: Any = {"BLOCK_M": TILE, "BLOCK_N": TILE, "num_warps": 4, "num_stages": 2}
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(query, key, value, block_mask=mask, scale=SCALE, kernel_options=options)
 

@@ -50,10 +50,10 @@ def describe_graph(graph: Graph, binding: Binding) -> dict[str, Any]:
 
 
 def describe_checkpoint(checkpoint: Checkpoint, partition: str) -> dict[str, Any]:
-    """The checkpoint's layout and every component's configuration."""
+    """The checkpoint's layout and every component's configuration: what its engines depend on, which no shift is."""
     return {
         "layout": checkpoint.layout,
-        "dimensions": checkpoint.dimensions.model_dump(),
+        "dimensions": checkpoint.dimensions.model_dump(exclude={"video_shift", "audio_shift"}),
         "configurations": {name: checkpoint.config(name, partition) for name in COMPONENTS},
     }
 

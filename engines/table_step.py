@@ -143,11 +143,11 @@ class TableStep:
         digest = _Digest()
         slots = Schedule.pinned(self.schedule).slots()
         directory = self.work.directory(self.name)
-        tables = _Tables(self._layers(slots, digest, records, directory), len(slots), self.size)
+        tables = _stacked(self._layers(slots, digest, records, directory), self.size)
         file = directory / "table.safetensors"
-        write_tensors(file, {"blocks": tables.blocks, "head": tables.head}, {})
+        write_tensors(file, tables, {})
         facts: dict[str, Any] = {
-            "dtype": NAMES[tables.head.dtype],
+            "dtype": NAMES[tables["head"].dtype],
             **{name: Extent(tensor.offset, tensor.shape) for name, tensor in read_header(file).tensors.items()},
             "weights_sha256": digest.hexdigest(),
             "weights_bytes": digest.nbytes,
@@ -237,11 +237,8 @@ class _Digest:
         return str(self._hash.hexdigest())
 
 
-class _Tables:
-    """Tables of all steps, from their layers: as `TableRecord` has them."""
-
-    def __init__(self, layers: Iterator[list[torch.Tensor]], forwards: int, size: DenoiserDimensions) -> None:
-        shape = (forwards, size.layers, -1, 6 * size.hidden)
-        *blocks, head = (torch.stack(layer) for layer in layers)
-        self.blocks = torch.stack(blocks, dim=1).reshape(shape)
-        self.head = head
+def _stacked(layers: Iterator[list[torch.Tensor]], size: DenoiserDimensions) -> dict[str, torch.Tensor]:
+    """The tensors of a `TableRecord`'s file, from each layer's part of the table of each step."""
+    *blocks, head = (torch.stack(layer) for layer in layers)
+    shape = (len(head), size.layers, -1, 6 * size.hidden)
+    return {"blocks": torch.stack(blocks, dim=1).reshape(shape), "head": head}

@@ -6,25 +6,20 @@ declared, before anything is written.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 
 from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.materialise import map_stored, materialise
-from export.checkpoint.safetensors_file import Declared, encode_header, read_header
+from export.checkpoint.safetensors_file import Declared, encode_header, laid_out, source_hashes
 from export.graphs.graph import Graph
 from export.linears import quantised_linears
 from export.schemes import SCHEMES, Encoding, Scheme, SchemeError, SchemeName
+from export.whole_file import Output, raw_bytes, whole_file
 
 SLAB_VALUES = 1 << 20
 """Values that are encoded at a time: 4 MiB in float32, of which a handful are held; larger slabs are slower."""
@@ -76,36 +71,24 @@ class Sidecar:
             SidecarError: the disk is full, or a weight is not finite.
             CheckpointError: a source file has become shorter than its header says.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.path.parent.glob(f".{self.path.name}.*"):
-            left.unlink()
-        _check_space(self.path, self.size)
-        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with _Output(descriptor, self.path, self.size) as output:
-                output.write(0, self.header)
-                for weight, tensors in self.weights.items():
-                    self._encode(weight, tensors, output)
-                    progress(_name(weight), output.written, self.size)
-            os.chmod(name, 0o644)
-            os.replace(name, self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        _sync_directory(self.path.parent)
+        with whole_file(self.path, self.size, SidecarError) as output:
+            output.write(0, self.header)
+            for weight, tensors in self.weights.items():
+                self._encode(weight, tensors, output)
+                progress(_name(weight), output.written, self.size)
 
-    def _encode(self, weight: Weight, tensors: Mapping[str, Stored], output: _Output) -> None:
+    def _encode(self, weight: Weight, tensors: Mapping[str, Stored], output: Output) -> None:
         rows = _Rows(weight)
         whole = self.encoding.whole(slab for _, slab in rows)
         _check_finite(weight, whole)
         for name, value in whole.items():
-            output.write(tensors[name].offset, _bytes(value))
+            output.write(tensors[name].offset, raw_bytes(value))
         for start, slab in rows:
             parts = self.encoding.rows(slab, whole)
             _check_finite(weight, parts)
             for name, value in parts.items():
                 row_bytes = value[0].numel() * value.element_size()
-                output.write(tensors[name].offset + start * row_bytes, _bytes(value))
+                output.write(tensors[name].offset + start * row_bytes, raw_bytes(value))
 
 
 def plan_sidecar(graphs: Iterable[Graph], scheme: SchemeName, directory: Path, stem: str) -> Sidecar:
@@ -135,7 +118,7 @@ def plan_file(names: Mapping[Weight, str], encoding: Encoding, directory: Path, 
     header, order, nbytes = encode_header(tensors, _metadata(encoding.name, names))
     digest = hashlib.sha256(header[8:]).hexdigest()
     path = directory / f"{stem}.{digest[:16]}.safetensors"
-    stored = _stored(path, tensors, order, len(header))
+    stored = laid_out(path, tensors, order, len(header))
     weights = {w: {p: stored[name] for p, name in parts.items()} for w, parts in full_name.items()}
     return Sidecar(path, encoding, header, len(header) + nbytes, weights)
 
@@ -176,23 +159,8 @@ def _declare(encoding: Encoding, weight: Weight) -> dict[str, Declared]:
 
 
 def _metadata(scheme: str, weights: Iterable[Weight]) -> dict[str, str]:
-    files = sorted({leaf.file for weight in weights for leaf in weight.leaves()})
-    root = os.path.commonpath([file.parent for file in files]) if files else "."
-    headers = {file.relative_to(root).as_posix(): read_header(file) for file in files}
-    hashes = {name: [header.digest, header.sample()] for name, header in headers.items()}
-    return {"scheme": scheme, "sources": json.dumps(hashes, sort_keys=True)}
-
-
-def _stored(path: Path, tensors: Mapping[str, Declared], order: Iterable[str], start: int) -> dict[str, Stored]:
-    """Where each tensor will lie."""
-    stored: dict[str, Stored] = {}
-    for name in order:
-        shape, dtype = tensors[name].shape, tensors[name].dtype
-        assert shape is not None  # a scheme's tensors all have one
-        nbytes = prod(shape) * dtype.itemsize
-        stored[name] = Stored(shape, dtype, name, path, start, nbytes)
-        start += nbytes
-    return stored
+    files = {leaf.file for weight in weights for leaf in weight.leaves()}
+    return {"scheme": scheme, "sources": source_hashes(files)}
 
 
 class _Rows:
@@ -212,62 +180,7 @@ class _Rows:
         if self._value is not None:
             return self._value[start:stop]
         assert isinstance(self._weight, Stored)  # or there is a value
-        whole, inner = self._weight, self._weight.shape[1]
-        row = inner * whole.dtype.itemsize
-        offset = whole.offset + start * row
-        return map_stored(
-            Stored((stop - start, inner), whole.dtype, whole.key, whole.file, offset, (stop - start) * row)
-        )
-
-
-class _Output:
-    """The file while it is written: all of its space is taken at the start, and all of it is on disk at the end."""
-
-    def __init__(self, descriptor: int, path: Path, size: int) -> None:
-        self._descriptor, self._path, self._size = descriptor, path, size
-        self.written = 0
-
-    def __enter__(self) -> _Output:
-        try:
-            os.posix_fallocate(self._descriptor, 0, self._size)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise self._explain(error) from error
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Puts the bytes at an offset."""
-        view = memoryview(data)
-        while view:
-            try:
-                count = os.pwrite(self._descriptor, view, offset)
-            except OSError as error:
-                raise self._explain(error) from error
-            view, offset = view[count:], offset + count
-            self.written += count
-
-    def _explain(self, error: OSError) -> Exception:
-        return _no_space(self._path, self._size) if error.errno == errno.ENOSPC else error
-
-
-def _check_space(path: Path, size: int) -> None:
-    if shutil.disk_usage(path.parent).free < size:
-        raise _no_space(path, size)
-
-
-def _no_space(path: Path, size: int) -> SidecarError:
-    free = shutil.disk_usage(path.parent).free
-    return SidecarError(
-        f"{path}: {size:,} bytes needed, {free:,} free on its disk; free {max(0, size - free):,} bytes, or build into "
-        "a store on another disk"
-    )
+        return map_stored(self._weight.slab(start, stop))
 
 
 def _check_finite(weight: Weight, parts: Mapping[str, torch.Tensor]) -> None:
@@ -276,15 +189,3 @@ def _check_finite(weight: Weight, parts: Mapping[str, torch.Tensor]) -> None:
     if not all(bool(value.isfinite().all()) for value in told):
         source = next(weight.leaves())
         raise SidecarError(f"{source.file}: {source.key}: holds values that are not finite; it cannot be served")
-
-
-def _bytes(value: torch.Tensor) -> memoryview:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,10 @@ class JobError(BaseModel):
 
 
 class ResolvedSummary(BaseModel):
-    """What the request became: sides in pixels, seconds of the clip, evaluations of the denoiser."""
+    """What the request became: sides in pixels, seconds of the clip, evaluations of the denoiser, and of what model.
+
+    adapter: what the model was changed by, null for nothing.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,6 +47,7 @@ class ResolvedSummary(BaseModel):
     frames: int
     fps: int
     seconds: float
+    adapter: str | None = None
     forwards: int
     sigma_points: int
     seed: int

@@ -1,4 +1,4 @@
-"""`h3trt adapters`: what a few-step artifact is, and whether it fits a checkpoint."""
+"""`h3trt adapters`: what a few-step artifact is, whether it fits a checkpoint, and the student that it makes of one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from h3trt import console, paths
 from h3trt.amounts import amount
+from h3trt.console import Moment
 from h3trt.exits import CommandError, Exit
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
     """Add these commands to the program."""
     adapters = typer.Typer(help="Few-step adapters and students.", no_args_is_help=True)
     adapters.command("inspect")(inspect)
+    adapters.command("fuse")(fuse)
     app.add_typer(adapters, name="adapters")
 
 
@@ -61,6 +63,33 @@ def inspect(
         console.line(summary.to_json())
     else:
         write_atomically(Path(json), summary.to_json().encode())
+
+
+def fuse(
+    path: ArtifactArgument,
+    checkpoint: Annotated[Path, typer.Option(help="The base checkpoint, which stays where it is.")],
+    out: Annotated[Path, typer.Option(help="The student's directory, new or empty.")],
+    sha256: Annotated[str | None, typer.Option(help="What the file's SHA-256 must be, in hexadecimal.")] = None,
+) -> None:
+    """Make a student of a checkpoint and a FastH3 artifact: a checkpoint for `h3trt engines build` and all else.
+
+    What the artifact changes is written once; the student reads everything else from the base, so keep both. A whole
+    student is not copied: its directory is read as well.
+    """
+    from export.artifacts import open_artifact
+    from export.artifacts.fuse import fuse as make
+    from export.checkpoint import Checkpoint
+
+    base = Checkpoint.open(checkpoint)
+    artifact = open_artifact(path, base, sha256)
+    with console.steps() as progress:
+        try:
+            made = make(artifact, base, out, lambda key, written, size: progress(Moment(written, size, key, "working")))
+        except FileExistsError as error:
+            raise CommandError(str(error)) from None
+    assert made.student is not None
+    own = amount(sum(file.stat().st_size for file in out.iterdir()))
+    console.line(f"{out}: {made.student.name}, {own} beside {checkpoint}; {made.student.schedule.forwards} forwards")
 
 
 def _show(summary: Summary, distilled: Distilled, checkpoint: Path | None) -> None:

@@ -278,6 +278,8 @@ def inspect(
         raise CommandError(f"{path}: is not a checkpoint's directory, which --verify-hashes needs")
     if is_plan:
         _inspect_plan(path, svg, rows)
+    elif path.suffix == ".safetensors":
+        raise CommandError(f"{path}: name a checkpoint's directory; of an adapter: h3trt adapters inspect {path}")
     elif path.is_file():
         _inspect_clip(path)
     elif (path / MANIFEST).is_file():
@@ -360,6 +362,9 @@ def _inspect_checkpoint(path: Path, verify_hashes: bool) -> None:
     checkpoint = Checkpoint.open(path)
     summary = summarise(checkpoint)
     console.line(f"{summary.layout} layout, partitions {', '.join(summary.partitions)}, {amount(summary.nbytes)}")
+    if summary.student is not None:
+        base = "merged with what it holds" if checkpoint.base is None else f"of the base {checkpoint.base.root}"
+        console.line(f"{summary.student.name}, {base}: {summary.student.schedule.forwards} forwards")
     console.line(f"fingerprint {summary.fingerprint}")
     rows = [
         (part.component, part.partition, f"{part.tensors:,}", f"{part.nbytes:,}", _dtypes(part.dtypes))

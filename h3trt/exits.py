@@ -38,6 +38,7 @@ _CODES = {
     ("engines.profile", "ProfileError"): Exit.USAGE,
     ("engines.plan.plan", "PlanError"): Exit.USAGE,
     ("export.checkpoint.errors", "CheckpointError"): Exit.CHECKPOINT,
+    ("export.artifacts.fusion", "FusionError"): Exit.CHECKPOINT,
     ("export.binding", "BindingError"): Exit.CHECKPOINT,
     ("export.graphs.model", "ConsumptionError"): Exit.CHECKPOINT,
     ("export.passes.name_tensors", "DeclarationError"): Exit.ENGINES,

@@ -14,7 +14,6 @@ import torch
 from diffusers import (
     AutoencoderKLMiniMaxH3,
     AutoencoderKLMiniMaxH3Audio,
-    MiniMaxH3Scheduler,
     MiniMaxH3Transformer3DModel,
 )
 from diffusers.modular_pipelines.minimax_h3 import (
@@ -26,6 +25,7 @@ from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseLoopW
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from diffusers.modular_pipelines.modular_pipeline import BlockState, ModularPipeline, ModularPipelineBlocks
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
+from diffusers.schedulers.scheduling_minimax_h3 import MiniMaxH3Scheduler
 from diffusers.utils import load_image, logging
 from PIL import Image
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -94,18 +94,16 @@ class ReferencePipeline:
             "audio_vae": _load(
                 AutoencoderKLMiniMaxH3Audio(**checkpoint.config("audio_vae")), checkpoint.parameters("audio_vae")
             ),
-            "scheduler": MiniMaxH3Scheduler(shift=checkpoint.dimensions.video_shift),
-            "audio_scheduler": MiniMaxH3Scheduler(shift=checkpoint.dimensions.audio_shift),
         }
 
     def run(self, request: Resolved, media: Sequence[bytes] = (), decode: bool = True) -> Reference:
         """Generates the request's first output; `media`: the files of its references, which diffusers decodes.
 
-        diffusers refuses clips under 5 seconds and shifts other than the checkpoint's, stretches keyframes as
-        `keyframe_geometry` diffusers says, and knows no start times: ValueError for a request that has one.
+        diffusers refuses clips under 5 seconds, stretches keyframes as `keyframe_geometry` diffusers says, and knows no
+        start times: ValueError for a request that has one. A pinned schedule's sigmas are given to its schedulers.
         """
         recorder = _Recorder()
-        components = self._components | self._transformer(request.task)
+        components = self._components | self._transformer(request.task) | _schedulers(request)
         pipeline = _pipeline(request, recorder, components, decode)
         arguments = _conditions(request, media) | ({"output_type": "np"} if decode else {})
         found = pipeline(
@@ -143,6 +141,29 @@ class ReferencePipeline:
     @cached_property
     def _ref2va(self) -> MiniMaxH3Transformer3DModel:
         return _transformer(self._checkpoint, "ref2va")
+
+
+class _PinnedScheduler(MiniMaxH3Scheduler):
+    """diffusers' scheduler on sigmas of its caller's, which the pipeline has no argument for."""
+
+    pinned: list[float]
+
+    @staticmethod
+    def at(positions: Sequence[float], shift: float) -> _PinnedScheduler:
+        """On base positions, each shifted as spec/model.md 4.5 says."""
+        made = _PinnedScheduler(shift=shift)
+        made.pinned = [shift * base / (1 + (shift - 1) * base) for base in positions]
+        return made
+
+    def set_timesteps(self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None) -> None:
+        super().set_timesteps(device=device, sigmas=self.pinned)
+
+
+def _schedulers(request: Resolved) -> Mapping[str, MiniMaxH3Scheduler]:
+    shifts = {"scheduler": request.video_shift, "audio_scheduler": request.audio_shift}
+    if request.positions is None:
+        return {name: MiniMaxH3Scheduler(shift=shift) for name, shift in shifts.items()}
+    return {name: _PinnedScheduler.at(request.positions, shift) for name, shift in shifts.items()}
 
 
 def _outputs(request: Resolved, decode: bool) -> list[str]:

@@ -126,12 +126,17 @@ def generate(
     width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32; give both sides or neither.")] = None,
     height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same clip.")] = None,
-    forwards: Annotated[int | None, typer.Option(help="Evaluations of the denoiser, 49 unless given.")] = None,
+    forwards: Annotated[
+        int | None, typer.Option(help="Evaluations of the denoiser, 49 or a distilled model's own unless given.")
+    ] = None,
     first: Annotated[str | None, typer.Option(help="Image that is the first frame: a file or a URL.")] = None,
     last: Annotated[str | None, typer.Option(help="Image that is the last frame: a file or a URL.")] = None,
     ref: Annotated[list[str] | None, typer.Option(help=REF_HELP)] = None,
     quality: Annotated[
         str | None, typer.Option(help="Tier, such as lossless, skip or sage; which there are is the profile's choice.")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="One of the server's adapters, which brings its own schedule.")
     ] = None,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds until the clip must be there; refused at once if it cannot be.")
@@ -163,6 +168,7 @@ def generate(
         "quality": quality,
         "num_outputs_per_prompt": outputs,
         "deadline": deadline,
+        "lora": {"name": adapter} if adapter else None,
     }
     media = attach(first, last, ref or [])
     request = _object(params) | media.params | {name: value for name, value in given.items() if value is not None}

@@ -43,7 +43,7 @@ def rehearsals(manifest: Manifest, stages: Collection[PipelineStage] = STAGES) -
     """Those of a store's stages, the smallest size last and once more, when nothing is done for the first time.
 
     A profile with ranges of rows has one for the largest clip of each, and one of encoding a long prompt; further tiers
-    of quality have one of denoising each. Without text to video there is none.
+    of quality, and adapters for text to video, have one of denoising each. Without text to video there is none.
     """
     if "t2va" not in tasks_of(manifest.partitions):
         return
@@ -55,16 +55,19 @@ def rehearsals(manifest: Manifest, stages: Collection[PipelineStage] = STAGES) -
 def _of_all_stages(manifest: Manifest) -> Iterator[Rehearsal]:
     sizes = [_largest_within(end, manifest) for end in sorted(manifest.profile.shapes.get("rows", ()), reverse=True)]
     sizes = sizes or [_SMALLEST]
-    # A student has as many forwards as it has.
+    # A student and an adapter have as many forwards as they have.
     steps = {} if manifest.student else {"num_inference_steps": 1}
-    sizes = [{**size, **steps} for size in sizes]
     for size in sizes:
-        yield _rehearsal(SHORT_PROMPT, size)
+        yield _rehearsal(SHORT_PROMPT, {**size, **steps})
+    smallest = {**sizes[-1], **steps}
     if len(manifest.profile.shapes.get("text_rows", ())) > 1:
-        yield _rehearsal(LONG_PROMPT, sizes[-1], "encode")
+        yield _rehearsal(LONG_PROMPT, smallest, "encode")
     for tier in manifest.tiers[1:]:
-        yield _rehearsal(SHORT_PROMPT, {**sizes[-1], "quality": tier.name}, "denoise")
-    yield _rehearsal(LAST_PROMPT, sizes[-1])
+        yield _rehearsal(SHORT_PROMPT, {**smallest, "quality": tier.name}, "denoise")
+    for name, adapter in manifest.adapters.items():
+        if "t2va" in adapter.distilled.tasks:
+            yield _rehearsal(SHORT_PROMPT, {**sizes[-1], "lora": {"name": name}}, "denoise")
+    yield _rehearsal(LAST_PROMPT, smallest)
 
 
 _SMALLEST: Mapping[str, Any] = {

@@ -13,7 +13,7 @@ from export.artifacts.pieces import Pairing, Pieces, Role, check_touched, take_a
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Stored
 from export.checkpoint.safetensors_file import Declared, Header
-from export.checkpoint.strict_json import read_object, section
+from export.checkpoint.strict_json import read_object
 from plugins.distilled import Distilled, PinnedSchedule, VideoSparse
 
 FORMAT = "fastvideo-lora-v2"
@@ -166,12 +166,12 @@ def _sparse(header: Header, name: str, patches: Mapping[str, Patch], base: Base)
 
 
 def _check_manifest(file: Path) -> None:
-    """Sees that the bundle that the file came in, if it lies in one, is of the same schedule."""
+    """Sees that the bundle that the file came in, if it lies in one and says so, is of the same schedule."""
     for manifest in (file.parent / MANIFEST, file.parent.parent / MANIFEST):
-        if manifest.is_file():
-            rungs = section(read_object(manifest), "sampling", manifest).get("base_timesteps")
-            if rungs != list(RUNGS):
-                raise CheckpointError(manifest, "sampling.base_timesteps", list(RUNGS), repr(rungs)[:120])
+        sampling = read_object(manifest).get("sampling") if manifest.is_file() else None
+        rungs = sampling.get("base_timesteps") if isinstance(sampling, dict) else None
+        if rungs not in (None, list(RUNGS)):
+            raise CheckpointError(manifest, "sampling.base_timesteps", list(RUNGS), repr(rungs)[:120])
 
 
 def distilled(name: str, sparse: VideoSparse | None) -> Distilled:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from export.artifacts.base import Base
+from export.checkpoint.catalogue import read_catalogue
 from export.checkpoint.components import denoiser
-from export.checkpoint.components.configuration import constructor_arguments, parse
 from export.checkpoint.errors import CheckpointError
-from export.checkpoint.safetensors_file import DTYPE_NAMES, Declared
-from export.checkpoint.shards import ComponentFiles, read_files
+from export.checkpoint.shards import ComponentFiles
 from export.checkpoint.strict_json import read_object
-from export.checkpoint.tree import CONTRACT, DENOISER_FOLDERS, DIFFUSERS_STEM
+from export.checkpoint.tree import CONTRACT, DENOISER_FOLDERS, DIFFUSERS_STEM, Place
 from plugins.distilled import Distilled, PinnedSchedule, VideoSparse
 
 PROVENANCE = "provenance.json"
@@ -98,11 +97,10 @@ def read_fasth3_v2(root: Path) -> WholeStudent:
     for folder, shift in (("scheduler", VIDEO_SHIFT), ("audio_scheduler", AUDIO_SHIFT)):
         _check_scheduler(root / folder / "scheduler_config.json", shift)
     revision = _revision(root / PROVENANCE)
-    file = root / TRANSFORMER / "config.json"
-    config = parse(denoiser.DenoiserConfig, constructor_arguments(read_object(file)), file)
-    files = read_files(root / TRANSFORMER, DIFFUSERS_STEM)
-    _check_tensors(files, denoiser.tensors(config, gates=True))
-    return WholeStudent(root, DISTILLED, config, files, revision)
+    place = root / TRANSFORMER
+    read = read_catalogue("denoiser", "diffusers", Place(place, place, DIFFUSERS_STEM), gates=True)
+    config = denoiser.DenoiserConfig.model_validate(read.arguments)
+    return WholeStudent(root, DISTILLED, config, read.files, revision)
 
 
 def check_sizes(student: WholeStudent, base: Base) -> None:
@@ -141,16 +139,3 @@ def _revision(file: Path) -> str:
     if match is None:
         raise CheckpointError(file, "base_model", "hf://MiniMaxAI/MiniMax-H3@REVISION", repr(named)[:120])
     return match[1]
-
-
-def _check_tensors(files: ComponentFiles, expected: Mapping[str, Declared]) -> None:
-    for key, declared in expected.items():
-        stored = files.tensors.get(key)
-        if stored is None:
-            raise CheckpointError(files.listing, key, declared, "no such tensor")
-        if (stored.shape, stored.dtype) != (declared.shape, declared.dtype):
-            raise CheckpointError(stored.file, key, declared, Declared(stored.shape, stored.dtype))
-    for key, stored in files.tensors.items():
-        if key not in expected:
-            found = f"an unexpected {DTYPE_NAMES[stored.dtype]} {list(stored.shape)}"
-            raise CheckpointError(stored.file, key, "only tensors of the configured model", found)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from export.artifacts.artifact import Artifact, Patch
 from export.artifacts.base import Base
 from export.artifacts.fasth3_v2 import WholeStudent, check_sizes
 from export.checkpoint import Checkpoint
 from export.checkpoint.errors import CheckpointError
+from export.checkpoint.tree import PARTITIONS, TASKS, PartitionName
 from plugins.distilled import Distilled
 
 
-def partition_of(distilled: Distilled) -> Literal["fl2va", "ref2va"]:
-    """The transformer that an artifact is for: that of its tasks."""
-    return "ref2va" if "ref2va" in distilled.tasks else "fl2va"
+def partition_of(distilled: Distilled) -> PartitionName:
+    """The transformer that an artifact is for: the one that has its tasks."""
+    return next(partition for partition in PARTITIONS if set(distilled.tasks) <= set(TASKS[partition]))
 
 
 def check_fits(artifact: Artifact | WholeStudent, checkpoint: Checkpoint) -> None:
@@ -28,6 +27,9 @@ def check_fits(artifact: Artifact | WholeStudent, checkpoint: Checkpoint) -> Non
     if partition not in checkpoint.partitions:
         wanted = f"the partition {partition}, for {', '.join(artifact.distilled.tasks)}"
         raise CheckpointError(checkpoint.root, "partition", wanted, f"{', '.join(checkpoint.partitions)} alone")
+    if checkpoint.student is not None:
+        wanted = "the released model; one that an artifact was made part of would be changed twice"
+        raise CheckpointError(checkpoint.root, "schedule", wanted, f"that of {checkpoint.student.name}")
     _check_shifts(artifact.distilled, checkpoint)
     base = Base.of(checkpoint)
     if isinstance(artifact, WholeStudent):

@@ -17,6 +17,9 @@ from export.checkpoint.errors import CheckpointError
 from export.checkpoint.hashes import file_hash
 from export.checkpoint.safetensors_file import Header, read_header
 
+MAX_HEADER_BYTES = 1 << 21
+"""Of an adapter: those that are published have a tenth of a megabyte. A tensor that is named costs far more memory."""
+
 
 def open_artifact(
     path: Path | str, checkpoint: Checkpoint | None = None, sha256: str | None = None
@@ -59,7 +62,7 @@ def read_artifact(path: Path | str, base: Base = RELEASED) -> Artifact | WholeSt
         student = read_fasth3_v2(root)
         check_sizes(student, base)
         return student
-    header = read_header(find_file(root))
+    header = read_header(find_file(root), MAX_HEADER_BYTES)
     return _read_adapter(header, base)
 
 

@@ -69,6 +69,12 @@ class Stored(Weight):
     def evaluate(self, leaf: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
         return leaf(self)
 
+    def slab(self, start: int, stop: int) -> Stored:
+        """Rows [start, stop) of the first axis, which lie together, as a stored tensor of their own."""
+        row = self.nbytes // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return Stored(shape, self.dtype, self.key, self.file, self.offset + start * row, (stop - start) * row)
+
 
 @dataclass(frozen=True)
 class Mapped(Weight):

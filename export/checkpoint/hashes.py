@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from export.checkpoint.errors import CheckpointError
@@ -21,7 +21,12 @@ def file_hash(file: Path) -> str:
 
 def write_sums(root: Path, files: Iterable[Path]) -> None:
     """Writes the list for `files` (below `root`), in path order."""
-    lines = (f"{file_hash(file)}  {file.relative_to(root).as_posix()}\n" for file in sorted(files))
+    write_listed(root, {file: file_hash(file) for file in files})
+
+
+def write_listed(root: Path, sums: Mapping[Path, str]) -> None:
+    """Writes the list of files (below `root`) whose hashes are known, in path order."""
+    lines = (f"{sums[file]}  {file.relative_to(root).as_posix()}\n" for file in sorted(sums))
     (root / SUMS).write_text("".join(lines), encoding="utf-8")
 
 

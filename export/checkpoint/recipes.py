@@ -62,6 +62,30 @@ def _projection(fused: Weight, index: int, heads: int, layout: QKVLayout) -> Wei
     return per_head.select(1, index).view(rows, *inputs)
 
 
+@dataclass(frozen=True)
+class Run:
+    """Rows of a parameter that lie together in the stored tensor: where they begin in each, and how many they are."""
+
+    parameter: int
+    stored: int
+    rows: int
+
+
+def runs(recipe: Recipe, rows: int, layout: QKVLayout) -> tuple[Run, ...]:
+    """Where the rows of a diffusers parameter, of which there are so many, lie in the native tensor."""
+    match recipe:
+        case Whole():
+            return (Run(0, 0, rows),)
+        case Swapped():
+            half = rows // 2
+            return Run(0, half, half), Run(half, 0, half)
+        case Projection(index=index, heads=heads):
+            if layout == "stacked":
+                return (Run(0, index * rows, rows),)
+            size = rows // heads
+            return tuple(Run(head * size, (3 * head + index) * size, size) for head in range(heads))
+
+
 def native_declarations(tensors: Mapping[str, Declared], recipes: Mapping[str, Recipe]) -> dict[str, Declared]:
     """What the native files must hold, given what the diffusers parameters are."""
     declared: dict[str, Declared] = {}

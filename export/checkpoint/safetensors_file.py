@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -85,8 +86,8 @@ class Declared:
         return f"{DTYPE_NAMES[self.dtype]} {shape}"
 
 
-def read_header(file: Path) -> Header:
-    """Parses and checks the header of `file`.
+def read_header(file: Path, limit: int = MAX_HEADER_BYTES) -> Header:
+    """Parses and checks the header of `file`, of at most `limit` bytes.
 
     Raises:
         CheckpointError: the file is missing, truncated or oversized; the header is not what the format allows; or the
@@ -95,7 +96,7 @@ def read_header(file: Path) -> Header:
     if not file.is_file():
         raise CheckpointError(file, "file", "a safetensors file", "no such file")
     size = file.stat().st_size
-    raw = _header_bytes(file, size)
+    raw = _header_bytes(file, size, limit)
     table = parse_object(file, "header", raw)
     if not raw.startswith(b"{"):
         raise CheckpointError(file, "header", "a JSON object from its first byte", repr(raw[:16]))
@@ -106,13 +107,13 @@ def read_header(file: Path) -> Header:
     return Header(file, tensors, metadata, size, hashlib.sha256(raw).hexdigest())
 
 
-def _header_bytes(file: Path, size: int) -> bytes:
+def _header_bytes(file: Path, size: int, limit: int) -> bytes:
     if size < 8:
         raise CheckpointError(file, "header length", "8 bytes", f"a file of {size} bytes")
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(file, "header length", f"at most {MAX_HEADER_BYTES} bytes", length)
+        if length > limit:
+            raise CheckpointError(file, "header length", f"at most {limit} bytes", length)
         if length > size - 8:
             raise CheckpointError(file, "header", f"{length} bytes", f"a file truncated after {size - 8} of them")
         return stream.read(length)
@@ -182,6 +183,28 @@ def encode_header(tensors: Mapping[str, Declared], metadata: Mapping[str, str]) 
     raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     return struct.pack("<Q", len(raw)) + raw, order, position
+
+
+def laid_out(file: Path, tensors: Mapping[str, Declared], order: Iterable[str], start: int) -> dict[str, Stored]:
+    """Where each tensor will lie in a file whose header, of `start` bytes with its length, has them in that order."""
+    stored: dict[str, Stored] = {}
+    for name in order:
+        declared = tensors[name]
+        assert declared.shape is not None  # encode_header has seen to it
+        stored[name] = Stored(declared.shape, declared.dtype, name, file, start, declared.nbytes)
+        start += declared.nbytes
+    return stored
+
+
+def source_hashes(files: Iterable[Path]) -> str:
+    """For the metadata of a file made of others: the hash of each one's header, and of a sample of its data, as JSON.
+
+    They are named from the directory on that they share.
+    """
+    ordered = sorted(set(files))
+    root = os.path.commonpath([file.parent for file in ordered]) if ordered else "."
+    headers = {file.relative_to(root).as_posix(): read_header(file) for file in ordered}
+    return json.dumps({name: [header.digest, header.sample()] for name, header in headers.items()}, sort_keys=True)
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

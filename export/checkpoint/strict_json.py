@@ -36,14 +36,21 @@ def parse_object(file: Path, part: str, raw: bytes) -> dict[str, Any]:
     return value
 
 
+MAX_BYTES = 1 << 24
+"""Of a file: far more than any index or configuration has, and too little to fill the memory with its objects."""
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
 
     Raises:
-        CheckpointError: the file is missing or unreadable, or is not such an object.
+        CheckpointError: the file is missing, unreadable or too long, or is not such an object.
     """
     try:
-        raw = file.read_bytes()
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise CheckpointError(file, "contents", f"at most {MAX_BYTES} bytes", f"{file.stat().st_size} bytes")
     except OSError as error:
         raise CheckpointError(file, "file", "a JSON file", error.strerror or "unreadable") from error
     return parse_object(file, "contents", raw)

@@ -99,7 +99,7 @@ def read_student(root: Path) -> Student:
 
 def place_of(root: Path, path: str) -> Path:
     """A directory that student.json names."""
-    return root.resolve() / path
+    return (root.resolve() / path).resolve()
 
 
 def declared_student(tree: Tree) -> Distilled | None:

@@ -14,8 +14,10 @@ from plugins.distilled import ArtifactTask
 LayoutName = Literal["native", "diffusers"]
 Component = Literal["denoiser", "text_encoder", "video_vae", "audio_vae"]
 
+PartitionName = Literal["fl2va", "ref2va"]
+
 COMPONENTS: tuple[Component, ...] = ("denoiser", "text_encoder", "video_vae", "audio_vae")
-PARTITIONS = ("fl2va", "ref2va")
+PARTITIONS: tuple[PartitionName, ...] = ("fl2va", "ref2va")
 NATIVE_FOLDERS = {"fl2va": "FL2VA", "ref2va": "Ref2VA"}
 DENOISER_FOLDERS = {"fl2va": "transformer", "ref2va": "transformer_ref"}
 TASKS: Mapping[str, tuple[ArtifactTask, ...]] = {"fl2va": ("t2va", "fl2va"), "ref2va": ("ref2va",)}

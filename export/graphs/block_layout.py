@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from export.checkpoint import Checkpoint
+from export.checkpoint.components.denoiser import GATE
 from export.checkpoint.expressions import Stored
 from export.checkpoint.recipes import QKVLayout
 
 _SHARED = {"norm1.weight": "norm1.weight", "norm2.weight": "norm2.weight"}
-
-_GATE = {"attention.gate.weight": "attn.to_gate_compress.weight"}
-"""In either layout, of a model that was trained to attend to video tiles; its refiner's blocks have none."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ def block_layout(checkpoint: Checkpoint, partition: str) -> BlockLayout:
 def gated_layout(checkpoint: Checkpoint, partition: str) -> BlockLayout:
     """The layout of a partition's blocks other than the refiner's, with their gates if the first one has any."""
     layout = block_layout(checkpoint, partition)
-    gate = next(iter(_GATE.values()))
-    if f"{layout.blocks}.0.{gate}" not in checkpoint.stored("denoiser", partition):
+    if f"{layout.blocks}.0.{GATE}" not in checkpoint.stored("denoiser", partition):
         return layout
-    return replace(layout, keys={**layout.keys, **_GATE}, gated=True)
+    return replace(layout, keys={**layout.keys, "attention.gate.weight": GATE}, gated=True)

@@ -30,6 +30,7 @@ constexpr int QUERY_BYTES = QUERIES * ROW_BYTES;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
 constexpr int SCORES = KEYS / 2;                     // a thread's scores of a tile: two rows of KEYS / 4
 constexpr int SUMS = HEAD / 2;
+constexpr int VOTES = STAGES + 1;                    // tiles whose votes are kept
 constexpr int PACKED = SCORES * ELEMENT_BYTES / 4;   // registers of its weights
 constexpr float WEIGHT_EXPONENT = ELEMENT_BYTES == 1 ? 8.f : 0.f;  // the largest weight is stored as 2^8
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -104,25 +105,46 @@ __device__ __forceinline__ void fetch_share(uint8* destination, const uint8* sou
         : "memory");
 }
 
-// Whether `vote` is true in all threads of the warpgroup.
-__device__ __forceinline__ bool group_agrees(int group, bool vote) {
-    uint32 all;
-    asm volatile(
-        "{\n.reg .pred mine, everyone;\nsetp.ne.u32 mine, %2, 0;\n"
-        "bar.red.and.pred everyone, %1, 128, mine;\nselp.u32 %0, 1, 0, everyone;\n}"
-        : "=r"(all)
-        : "r"(1 + group), "r"(static_cast<uint32>(vote))
-        : "memory");
-    return __shfl_sync(~0u, all, 0);
+// Whether all lanes of a warp would skip a tile, which it tells the other warps of its group: at its place among `votes`,
+// under the tile's number.
+__device__ __forceinline__ bool warp_skips(uint32 votes, uint32 tile, bool low) {
+    const bool mine = __all_sync(~0u, low);
+    // All lanes store alike: a lane that did it for them would have to be found.
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(votes + tile % VOTES * 16 + threadIdx.x % 128 / 32 * 4),
+                 "r"(2 * tile + mine)
+                 : "memory");
+    return mine;
+}
+
+// Whether all warps of a group would skip a tile, asked by one that would; the others know that they do not.
+__device__ __forceinline__ bool group_skips(uint32 votes, uint32 tile) {
+    while (true) {
+        uint32 vote[4], against = 0, agreeing = 0;
+        asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(vote[0]), "=r"(vote[1]), "=r"(vote[2]), "=r"(vote[3])
+                     : "r"(votes + tile % VOTES * 16)
+                     : "memory");
+#pragma unroll
+        for (int warp = 0; warp < 4; ++warp) {
+            against += vote[warp] == 2 * tile;
+            agreeing += vote[warp] == 2 * tile + 1;
+        }
+        // Lanes have read alike; the assembler must see that they do, or it has every product wait for the one before.
+        if (__any_sync(~0u, against)) return false;
+        if (__all_sync(~0u, agreeing == 4)) return true;
+    }
 }
 
 // ---- matrix products; score_product and value_product come from hopper_attention.py
 
-// Descriptor of a K-major operand whose rows are swizzled over WIDTH bytes.
+// A K-major operand whose rows are swizzled over WIDTH bytes: the half of its descriptor that says where it is, to which
+// offsets in units of 16 bytes may be added, and with the half that says what it is.
+__device__ __forceinline__ uint32 operand(const void* pointer) { return shared_address(pointer) >> 4 | 1 << 16; }
+
 template <int WIDTH>
-__device__ __forceinline__ uint64 descriptor(const void* pointer) {
+__device__ __forceinline__ uint64 descriptor(uint32 operand, int bytes) {
     constexpr uint64 layout = WIDTH == 128 ? 1 : WIDTH == 64 ? 2 : 3, eight_rows = 8 * WIDTH;
-    return (uint64(shared_address(pointer)) >> 4 & 0x3FFF) | uint64(1) << 16 | (eight_rows >> 4) << 32 | layout << 62;
+    return uint64(operand + bytes / 16) | (eight_rows >> 4) << 32 | layout << 62;
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -153,18 +175,18 @@ __device__ __forceinline__ constexpr int step_offset(int step) {
     return step * STEP / WIDTH * ROWS * WIDTH + step * STEP % WIDTH;
 }
 
-__device__ __forceinline__ void make_scores(float (&scores)[SCORES], const uint8* queries, const uint8* keys) {
+__device__ __forceinline__ void make_scores(float (&scores)[SCORES], uint32 queries, uint32 keys) {
 #pragma unroll
     for (int step = 0; step < SCORE_STEPS; ++step)
-        score_product(scores, descriptor<128>(queries + step_offset<128, QUERIES>(step)),
-                      descriptor<128>(keys + step_offset<128, KEYS>(step)), step > 0);
+        score_product(scores, descriptor<128>(queries, step_offset<128, QUERIES>(step)),
+                      descriptor<128>(keys, step_offset<128, KEYS>(step)), step > 0);
     products_commit();
 }
 
-__device__ __forceinline__ void add_values(float (&sums)[SUMS], const uint32 (&weights)[PACKED], const uint8* values) {
+__device__ __forceinline__ void add_values(float (&sums)[SUMS], const uint32 (&weights)[PACKED], uint32 values) {
 #pragma unroll
     for (int step = 0; step < VALUE_STEPS; ++step)
-        value_product(sums, weights + 4 * step, descriptor<SPAN>(values + step_offset<SPAN, HEAD>(step)));
+        value_product(sums, weights + 4 * step, descriptor<SPAN>(values, step_offset<SPAN, HEAD>(step)));
     products_commit();
 }
 
@@ -208,6 +230,13 @@ __device__ __forceinline__ void tile_maxima(const float (&scores)[SCORES], float
     for (int i = 4; i < SCORES; ++i) chain[i % 4] = fmaxf(chain[i % 4], scores[i]);
 #pragma unroll
     for (int row = 0; row < 2; ++row) largest[row] = quad_maximum(fmaxf(chain[2 * row], chain[2 * row + 1]));
+}
+
+// Whether both rows' largest weights of a tile, relative to the largest so far, are below their limits, in log2.
+__device__ __forceinline__ bool is_low(const Rows& rows, const float (&largest)[2], float key_scale,
+                                       const float (&limits)[2]) {
+    return largest[0] * (rows.factor[0] * key_scale) - rows.maximum[0] < limits[0] &&
+           largest[1] * (rows.factor[1] * key_scale) - rows.maximum[1] < limits[1];
 }
 
 // Scores become weights; `correction` is what earlier sums shrink by.
@@ -264,6 +293,8 @@ struct Shared {
     uint8 keys[STAGES][TILE_BYTES];
     uint8 values[STAGES][TILE_BYTES];
     uint64 queries_full, keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+    // A place is written again when all warps have released keys that come after those it was read for.
+    alignas(16) uint32 votes[CONSUMERS][VOTES][4];
 };
 
 struct Stage {  // a place in a ring of stages, and the parity of its barriers
@@ -306,85 +337,95 @@ __device__ __forceinline__ void produce(const Problem& problem, Shared& shared, 
     }
 }
 
-// All key tiles of one warpgroup's queries; leaves sums of weighted values and returns how many tiles were skipped.
+// Of a tile of keys; only 8-bit ones have scales.
+__device__ __forceinline__ float key_scale_of(const float* scales, int tile) {
+    return ELEMENT_BYTES == 1 ? __ldg(scales + tile) : 1.f;
+}
+
+// What follows the product of a tile: its keys are let go, its padding is hidden, its maxima are found, and its values are
+// waited for.
+__device__ __forceinline__ void finish_scores(float (&scores)[SCORES], float (&largest)[2], Shared& shared, Stage& keys,
+                                              const Stage& values, int tile, int tiles, int64 valid) {
+    hold(scores);
+    release(&shared.keys_empty[keys.index]);
+    if (tile == tiles - 1) hide_padding(scores, static_cast<int>(valid - int64(tile) * KEYS));
+    tile_maxima(scores, largest);
+    barrier_wait(&shared.values_full[values.index], values.parity);
+    keys.advance();
+}
+
+// All key tiles of one warpgroup's queries; a row would skip a tile whose largest weight is below its limit, in log2.
+// Leaves sums of weighted values and returns how many tiles were skipped.
 template <bool SKIPPING>
 __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, int group, int head, int tiles,
-                                       int64 valid, bool padding_row0, bool padding_row1, Rows& rows,
-                                       float (&sums)[SUMS]) {
-    const uint8* queries = shared.queries[group];
+                                       int64 valid, const float (&limits)[2], Rows& rows, float (&sums)[SUMS]) {
     const float* key_scales = problem.key_scales + int64(head) * problem.key_tiles;
-    const float log_threshold = log2f(*problem.threshold);
+    const uint32 queries = operand(shared.queries[group]);
+    const uint32 key_tiles = operand(shared.keys[0]), value_tiles = operand(shared.values[0]);
+    const uint32 votes = shared_address(shared.votes[group]);
     float scores[SCORES], largest[2], correction[2];
     uint32 weights[PACKED];
-    Stage keys, values;
+    Stage keys, values, next;  // where the next keys are, the values that are not let go yet, and a tile's own values
     int skipped = 0;
-    bool weighted = true;
 
-    float key_scale = __ldg(key_scales);
-    float next_scale = __ldg(key_scales + min(1, tiles - 1));
+    float key_scale = key_scale_of(key_scales, 0), next_scale = key_scale_of(key_scales, min(1, tiles - 1));
     barrier_wait(&shared.queries_full, 0);
     barrier_wait(&shared.keys_full[0], 0);
     products_begin();
-    make_scores(scores, queries, shared.keys[0]);
+    make_scores(scores, queries, key_tiles);
     products_wait<0>();
-    hold(scores);
-    release(&shared.keys_empty[0]);
-    keys.advance();
-    if (tiles == 1) hide_padding(scores, static_cast<int>(valid));
-    tile_maxima(scores, largest);
+    finish_scores(scores, largest, shared, keys, next, 0, tiles, valid);
     exponentiate(scores, rows, largest, key_scale, correction);
     pack(scores, weights);
 
-    Stage next = values;  // where this tile's values are; `values` is where the tile before has them
-    barrier_wait(&shared.values_full[next.index], next.parity);
     if (tiles > 1) barrier_wait(&shared.keys_full[keys.index], keys.parity);
     for (int tile = 1; tile < tiles; ++tile) {
         key_scale = next_scale;
-        next_scale = __ldg(key_scales + min(tile + 1, tiles - 1));
+        next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
         next.advance();
         products_begin();
-        make_scores(scores, queries, shared.keys[keys.index]);
-        if (!SKIPPING) {
-            add_values(sums, weights, shared.values[values.index]);
-        } else if (weighted) {
-            products_begin();
-            add_values(sums, weights, shared.values[values.index]);
-        } else {
-            products_commit();
-        }
+        make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
+        add_values(sums, weights, value_tiles + values.index * (TILE_BYTES / 16));
         products_wait<1>();
-        hold(scores);
-        release(&shared.keys_empty[keys.index]);
-        if (tile == tiles - 1) hide_padding(scores, static_cast<int>(valid - int64(tile) * KEYS));
-        tile_maxima(scores, largest);
-        // What is needed next is waited for here and below, not when it is needed: these waits end a block of
-        // instructions. Within one, the assembler moves waits for products and turns up to its beginning.
-        barrier_wait(&shared.values_full[next.index], next.parity);
-        bool skip = false;
-        if (SKIPPING) {
-            const float distance0 = largest[0] * rows.factor[0] * key_scale - rows.maximum[0];
-            const float distance1 = largest[1] * rows.factor[1] * key_scale - rows.maximum[1];
-            skip = group_agrees(group, (padding_row0 || distance0 < log_threshold) &&
-                                           (padding_row1 || distance1 < log_threshold));
-            skipped += skip;
+        // What is needed next is waited for in there and below, not when it is needed: these waits end a block of
+        // instructions. Within one, the assembler moves waits for products up to its beginning.
+        finish_scores(scores, largest, shared, keys, next, tile, tiles, valid);
+        // Weights are made before it is known whether they are wanted: where no tile is skipped, votes take no time.
+        const bool mine = SKIPPING && warp_skips(votes, tile, is_low(rows, largest, key_scale, limits));
+        const float totals[2] = {rows.total[0], rows.total[1]};
+        exponentiate(scores, rows, largest, key_scale, correction);
+        if (SKIPPING && mine && group_skips(votes, tile)) {
+            // A tile that is skipped has left the maxima as they were.
+            rows.total[0] = totals[0];
+            rows.total[1] = totals[1];
+            do {
+                ++skipped;
+                products_wait<0>();
+                hold(sums);
+                release(&shared.values_empty[values.index]);
+                values = next;
+                if (++tile == tiles) return skipped;
+                key_scale = next_scale;
+                next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
+                next.advance();
+                barrier_wait(&shared.keys_full[keys.index], keys.parity);
+                products_begin();
+                make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
+                products_wait<0>();
+                finish_scores(scores, largest, shared, keys, next, tile, tiles, valid);
+            } while (warp_skips(votes, tile, is_low(rows, largest, key_scale, limits)) && group_skips(votes, tile));
+            exponentiate(scores, rows, largest, key_scale, correction);
         }
-        if (!SKIPPING || !skip) exponentiate(scores, rows, largest, key_scale, correction);
-        keys.advance();
         if (tile + 1 < tiles) barrier_wait(&shared.keys_full[keys.index], keys.parity);
         products_wait<0>();
         hold(sums);
         release(&shared.values_empty[values.index]);
         values = next;
-        weighted = !skip;
-        if (!SKIPPING || !skip) {
-            pack(scores, weights);
-            rescale(sums, correction);
-        }
+        pack(scores, weights);
+        rescale(sums, correction);
     }
-    if (!SKIPPING || weighted) {
-        products_begin();
-        add_values(sums, weights, shared.values[values.index]);
-    }
+    products_begin();
+    add_values(sums, weights, value_tiles + values.index * (TILE_BYTES / 16));
     products_wait<0>();
     hold(sums);
     return skipped;
@@ -422,6 +463,7 @@ __device__ __forceinline__ void start_barriers(Shared& shared) {
         barrier_init(&shared.keys_empty[i], CLUSTER * CONSUMERS * 4);
         barrier_init(&shared.values_empty[i], CLUSTER * CONSUMERS * 4);
     }
+    for (int i = 0; i < CONSUMERS * VOTES * 4; ++i) (&shared.votes[0][0][0])[i] = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -429,7 +471,8 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(384, 1) void attend(const __grid_constant__ Problem problem) {
     extern __shared__ uint8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>((reinterpret_cast<uint64>(memory) + 1023) / 1024 * 1024);
-    const int head = blockIdx.y, group = static_cast<int>(threadIdx.x / 128) - 1;
+    // From one lane, so that the assembler knows it to be the warp's, and has what follows of it in uniform registers.
+    const int head = blockIdx.y, group = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0) - 1;
     const int64 valid = *problem.valid_rows;
     const int tiles = static_cast<int>((valid + KEYS - 1) / KEYS);
     if (threadIdx.x == 0) start_barriers(shared);
@@ -446,12 +489,14 @@ __launch_bounds__(384, 1) void attend(const __grid_constant__ Problem problem) {
                      {MINUS_INFINITY, MINUS_INFINITY},
                      {0, 0}};
         float sums[SUMS] = {};
+        // Padding rows would skip everything, and so have no part in a vote.
+        const float limit = log2f(*problem.threshold), none = -MINUS_INFINITY;
+        const float limits[2] = {row < valid ? limit : none, row + 8 < valid ? limit : none};
         if (*problem.threshold > 0) {
-            const int skipped = consume<true>(problem, shared, group, head, tiles, valid, row >= valid,
-                                              row + 8 >= valid, rows, sums);
+            const int skipped = consume<true>(problem, shared, group, head, tiles, valid, limits, rows, sums);
             if (threadIdx.x % 128 == 0 && row < valid) atomicAdd(problem.skipped + head, static_cast<uint64>(skipped));
         } else {
-            consume<false>(problem, shared, group, head, tiles, valid, false, false, rows, sums);
+            consume<false>(problem, shared, group, head, tiles, valid, limits, rows, sums);
         }
         store(problem, head, row, sums, rows);
     }

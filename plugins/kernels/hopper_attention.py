@@ -47,9 +47,10 @@ class Variant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of the attention kernel: queries, stages, barriers, and room to align them."""
+        """Dynamic shared memory of the attention kernel: queries, stages, barriers, votes, and room to align them."""
         queries = _BLOCK_QUERIES * HEAD * self.element_bytes
-        return queries + 2 * self.stages * self.tile_bytes + 8 * (1 + 4 * self.stages) + 2 * _ALIGNMENT
+        barriers, votes = 8 * (1 + 4 * self.stages), 2 * 16 * (self.stages + 1)
+        return queries + 2 * self.stages * self.tile_bytes + barriers + votes + 2 * _ALIGNMENT
 
     def source(self) -> str:
         """The CUDA source of this variant."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from export.checkpoint.components.denoiser import DenoiserConfig
-from export.miniature import FOLDERS, write_artifacts
+from export.miniature import FOLDERS
 from h3trt.cli import app
 from h3trt.exits import Exit
 
@@ -67,9 +66,8 @@ def test_a_whole_student(artifacts: Path, root: Path) -> None:
     assert (said["application"], said["metadata"]) == ("whole", {"base_revision": "0" * 40})
 
 
-def test_without_a_checkpoint_the_released_model_is_meant(tmp_path: Path, artifacts: Path) -> None:
-    write_artifacts(tmp_path, DenoiserConfig(num_layers=1, num_refiner_layers=1, ffn_dim=32), seed=0)
-    refused = run(tmp_path / FOLDERS["turbo_8step"])
+def test_without_a_checkpoint_the_released_model_is_meant(artifacts: Path) -> None:
+    refused = run(artifacts / FOLDERS["turbo_8step"])
     assert refused.exit_code == Exit.CHECKPOINT
     assert "each of 312 modules" in refused.stderr
     assert "compared with the released model; --checkpoint DIRECTORY names another" in refused.stderr

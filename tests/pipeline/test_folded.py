@@ -22,6 +22,9 @@ from engines.table_step import TableWeights
 from export.checkpoint import Checkpoint
 from export.checkpoint.expressions import Weight
 from h3trt.cli import app
+from h3trt.reference import ReferencePipeline
+from h3trt.verify import pipeline_checks
+from h3trt.verify_requests import requests
 from plugins.distilled import Distilled, PinnedSchedule
 from plugins.schedule import Schedule
 from runtime.admission import MemoryModel
@@ -108,6 +111,15 @@ def test_every_state_is_bit_equal_to_that_of_the_unfolded_store(store: Path, fol
         assert torch.equal(ours.audio, theirs.audio)
     (latents,) = pinned.denoise(taken.resolved, pinned.encode(taken, ignore, Cancellation()), ignore, Cancellation())
     assert torch.equal(latents[0], free.latents(unfolded.resolved, pairs[-1][0])[0]), "and so the request runs it"
+
+
+def test_every_step_is_what_diffusers_makes_on_its_sigmas(folded: Path, checkpoint: Path) -> None:
+    pipeline = Pipeline.open(folded)
+    (taken,) = requests(pipeline, 49, 7)
+    assert taken.resolved.forwards == 4
+    checks = list(pipeline_checks(pipeline, ReferencePipeline(Checkpoint.open(checkpoint)), taken))
+    assert len([check for check in checks if "latents after step" in check.name]) == 4
+    assert [f"{check.title}: {check.measured}" for check in checks if not check.passed] == []
 
 
 def test_no_graph_and_no_binding_of_the_folded_weights_is_left(
@@ -226,7 +238,7 @@ def test_a_store_with_damaged_or_foreign_tables_is_refused(own: Path) -> None:
         (lambda tables: tables.update(other=tables["fl2va"]), r"tables\.other: is of no student or adapter"),
         (lambda tables: tables["fl2va"]["timesteps"].pop(), r"tables\.fl2va\.timesteps: 4 steps of 4 slots"),
         (lambda tables: tables["fl2va"]["head"].__setitem__(0, 1 << 40), r"tables\.fl2va\.head: \[4, 4, "),
-        (lambda tables: tables["fl2va"]["blocks"][1].__setitem__(1, 3), r"tables\.fl2va\.blocks: \[4, 5"),
+        (lambda tables: tables["fl2va"]["blocks"][1].__setitem__(1, 1), r"tables\.fl2va\.blocks: \[4, 2, 12, "),
     ],
     ids=["none", "of nobody", "a step short", "beyond the file", "layers short"],
 )

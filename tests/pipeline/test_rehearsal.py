@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from engines.profile import Profile
-from engines.store import EngineStore, Manifest
+from engines.store import AdapterRecord, EngineStore, Manifest
+from plugins.distilled import Distilled, PinnedSchedule
 from runtime.events import Event
+from runtime.intake import limits_of
 from runtime.pipeline import STAGES, Pipeline, PipelineStage
 from runtime.rehearsal import TEXT_ROWS, rehearsals, rehearse
 from runtime.request import resolve
@@ -60,3 +62,20 @@ def test_a_tier_of_quality_is_rehearsed_where_it_matters(pipeline: Pipeline) -> 
     assert tiers
     assert {one.params.get("quality") for one in rehearsals(pipeline.manifest, ["denoise"])} == {None, *tiers}
     assert {one.params.get("quality") for one in rehearsals(pipeline.manifest, ["decode"])} == {None}
+
+
+def test_an_adapter_is_rehearsed_where_a_text_alone_can_choose_it(store: Path) -> None:
+    turbo = Distilled(
+        name="turbo",
+        family="turbo",
+        tasks=("t2va", "fl2va"),
+        schedule=PinnedSchedule(forwards=4, video_shift=6.0, audio_shift=3.0),
+    )
+    references = turbo.model_copy(update={"name": "references", "tasks": ("ref2va",)})
+    adapters = {
+        one.name: AdapterRecord(distilled=one, partition="fl2va", mode="low_rank") for one in (turbo, references)
+    }
+    manifest = EngineStore.open(store).manifest.model_copy(update={"adapters": adapters})
+    made = [one for one in rehearsals(manifest) if "lora" in one.params]
+    assert [(one.params["lora"], one.stages) for one in made] == [({"name": "turbo"}, ("denoise",))]
+    assert resolve(made[0].prompt, made[0].params, RELEASED, limits_of(manifest)).forwards == 4

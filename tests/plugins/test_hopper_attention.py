@@ -88,6 +88,35 @@ def test_tiles_are_skipped_as_in_the_reference(rows: int, valid: int, threshold:
 
 
 @ON_HOPPER
+@pytest.mark.parametrize("variant", [SAGE, BFLOAT16], ids=["sage", "bfloat16"])
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_of_tiles_are_skipped_where_all_warps_agree(variant: Variant, seed: int) -> None:
+    """Tiles that most rows would skip come in runs of any length; some warps' 16 rows would skip none of them."""
+    rows, count, valid = 6000, 3, 5900
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def picked(of_rows: int, share: float) -> torch.Tensor:
+        """Whether each row is of a group that was drawn, for each head."""
+        groups = torch.rand(-(-rows // of_rows), count, device="cuda", generator=generator) < share
+        return groups.repeat_interleave(of_rows, 0)[:rows]
+
+    q, k, v = (torch.randn(rows, count, 128, device="cuda", generator=generator) for _ in range(3))
+    q[..., 0] = torch.where(picked(16, 0.05), 0.0, 10.0)
+    k[..., 0] = torch.where(picked(variant.keys, (0.1, 0.4, 0.7, 0.85)[seed]), -30.0, 0.0)
+    x = tuple(t.bfloat16().transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    valid_rows, at = torch.tensor([valid], device="cuda"), torch.tensor([1e-4], device="cuda")
+    arguments = (*(t.double() for t in x), valid_rows, at, SCALE)
+    if variant is SAGE:
+        expected, counts = sage_attention.reference(*arguments, 1, variant.keys, 64, variant.keys)
+    else:
+        expected, counts = skip_softmax_attention.reference(*arguments, 64, variant.keys)
+    found, skipped = attend(variant, x[0], x[1], x[2], valid_rows, at, SCALE)
+    assert torch.equal(skipped, counts)
+    assert skipped.sum() > 0
+    assert relative(found, expected, valid) < (0.05 if variant is SAGE else 0.003)
+
+
+@ON_HOPPER
 def test_rows_past_two_to_the_31_bytes_and_elements_are_addressed() -> None:
     rows = 160_000
     x = tuple(torch.randn(rows, 112, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -234,6 +234,8 @@ def test_scaled_product_is_the_formula(shape: tuple[int, int, int], dtype: torch
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(1, rows, inner, generator=generator).to(dtype)
     _, weight, weight_scale = fp8_arguments(x, torch.randn(channels, inner, generator=generator))
+    if device == "cpu" and dtype == torch.bfloat16 and (missing := row_scales_missing()):
+        pytest.skip(f"torch {torch.__version__} has no scales by row on this CPU: {missing}")
     found = fp8_linear.scaled_mm(*(a.to(device) for a in (x, weight, weight_scale))).cpu()
     assert (found.shape, found.dtype) == ((1, rows, channels), dtype)
     # bfloat16 results are rounded to 8 bits; 64 products are added in float32, or with 14 bits by a GPU's units.
@@ -242,6 +244,20 @@ def test_scaled_product_is_the_formula(shape: tuple[int, int, int], dtype: torch
         values, scale = fp8_linear.quantise_rows(x[0].float())
         dequantised = (values.double() * scale).numpy(), (weight.double() * weight_scale[:, None]).numpy()
         assert_close(found[0], _product(*dequantised), unit)
+
+
+def row_scales_missing() -> str:
+    """What torch's product of 8-bit floats says of scales by row on this CPU: nothing where it takes them.
+
+    Which implementation a CPU gets is a matter of torch's release and of the CPU; torch 2.11 has one that takes two
+    numbers only.
+    """
+    values = torch.ones(16, 16).to(fp8_linear.E4M3)
+    try:
+        torch._scaled_mm(values, values.T, torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def run_function(op: Op, arguments: Arguments) -> torch.Tensor:

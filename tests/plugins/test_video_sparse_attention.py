@@ -43,8 +43,8 @@ class Case:
         return *(x.to(dtype) for x in self.tensors), rows, tile_of, counts, self.scale
 
     def formula(self) -> Doubles:
-        heads = (x[0].numpy() for x in self.tensors)
-        return formula(*heads, self.tiles, self.prefix, self.kept, self.scale)  # type: ignore[misc]
+        query, key, value, gate = (x[0].numpy() for x in self.tensors)
+        return formula(query, key, value, gate, self.tiles, self.prefix, self.kept, self.scale)
 
 
 @st.composite
