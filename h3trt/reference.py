@@ -14,6 +14,7 @@ import torch
 from diffusers import (
     AutoencoderKLMiniMaxH3,
     AutoencoderKLMiniMaxH3Audio,
+    MiniMaxH3Scheduler,
     MiniMaxH3Transformer3DModel,
 )
 from diffusers.modular_pipelines.minimax_h3 import (
@@ -25,13 +26,15 @@ from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseLoopW
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from diffusers.modular_pipelines.modular_pipeline import BlockState, ModularPipeline, ModularPipelineBlocks
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
-from diffusers.schedulers.scheduling_minimax_h3 import MiniMaxH3Scheduler
 from diffusers.utils import load_image, logging
 from PIL import Image
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from export.artifacts import Artifact
+from export.artifacts.patched import patched_parameters
 from export.checkpoint import Checkpoint, Weight, materialise
 from h3trt.reference_processor import ReferenceProcessor
+from plugins.distilled import PinnedSchedule
 from runtime.denoiser import State
 from runtime.references import Reference as ResolvedReference
 from runtime.request import Resolved
@@ -82,10 +85,21 @@ class Reference:
 
 
 class ReferencePipeline:
-    """diffusers' pipeline in float32 on the CPU, its components loaded from a checkpoint of either layout."""
+    """diffusers' pipeline in float32 on the CPU, its components loaded from a checkpoint of either layout.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    With an adapter, its transformer has the adapter's weights fused in. The schedule is that of the adapter or of the
+    student that the checkpoint is, where there is one. diffusers has no sparse attention of video: ValueError for what
+    was trained with it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, adapter: Artifact | None = None) -> None:
         self._checkpoint = checkpoint
+        self._adapter = adapter
+        distilled = adapter.distilled if adapter else checkpoint.student
+        if distilled is not None and distilled.video_sparse is not None:
+            raise ValueError(f"{distilled.name}: has sparse attention of video, which diffusers does not compute")
+        schedule = distilled.schedule if distilled else None
+        sizes = checkpoint.dimensions
         self._components = {
             "text_encoder": _text_encoder(checkpoint),
             "tokenizer": Qwen2Tokenizer(tokenizer_file=str(checkpoint.tokenizer_file)),
@@ -94,16 +108,23 @@ class ReferencePipeline:
             "audio_vae": _load(
                 AutoencoderKLMiniMaxH3Audio(**checkpoint.config("audio_vae")), checkpoint.parameters("audio_vae")
             ),
+            "scheduler": _scheduler(schedule, schedule.video_shift if schedule else sizes.video_shift),
+            "audio_scheduler": _scheduler(schedule, schedule.audio_shift if schedule else sizes.audio_shift),
         }
 
     def run(self, request: Resolved, media: Sequence[bytes] = (), decode: bool = True) -> Reference:
         """Generates the request's first output; `media`: the files of its references, which diffusers decodes.
 
-        diffusers refuses clips under 5 seconds, stretches keyframes as `keyframe_geometry` diffusers says, and knows no
-        start times: ValueError for a request that has one. A pinned schedule's sigmas are given to its schedulers.
+        diffusers refuses clips under 5 seconds and shifts other than the checkpoint's, stretches keyframes as
+        `keyframe_geometry` diffusers says, and knows no start times: ValueError for a request that has one, or that is
+        of a task that the adapter is not for.
         """
+        if self._adapter is not None and request.task not in self._adapter.distilled.tasks:
+            raise ValueError(
+                f"{self._adapter.distilled.name}: is for {self._adapter.distilled.tasks}, not {request.task}"
+            )
         recorder = _Recorder()
-        components = self._components | self._transformer(request.task) | _schedulers(request)
+        components = self._components | self._transformer(request.task)
         pipeline = _pipeline(request, recorder, components, decode)
         arguments = _conditions(request, media) | ({"output_type": "np"} if decode else {})
         found = pipeline(
@@ -136,34 +157,42 @@ class ReferencePipeline:
 
     @cached_property
     def _fl2va(self) -> MiniMaxH3Transformer3DModel:
-        return _transformer(self._checkpoint, "fl2va")
+        return self._denoiser("fl2va")
 
     @cached_property
     def _ref2va(self) -> MiniMaxH3Transformer3DModel:
-        return _transformer(self._checkpoint, "ref2va")
+        return self._denoiser("ref2va")
+
+    def _denoiser(self, partition: str) -> MiniMaxH3Transformer3DModel:
+        parameters = self._checkpoint.parameters("denoiser", partition)
+        if self._adapter is not None:
+            parameters = patched_parameters(self._adapter, parameters)
+        return _load(MiniMaxH3Transformer3DModel(**self._checkpoint.config("denoiser", partition)), parameters)
 
 
 class _PinnedScheduler(MiniMaxH3Scheduler):
-    """diffusers' scheduler on sigmas of its caller's, which the pipeline has no argument for."""
+    """A scheduler that has one grid, whatever number of points it is asked for."""
 
-    pinned: list[float]
+    pinned: tuple[float, ...]
 
-    @staticmethod
-    def at(positions: Sequence[float], shift: float) -> _PinnedScheduler:
-        """On base positions, each shifted as spec/model.md 4.5 says."""
-        made = _PinnedScheduler(shift=shift)
-        made.pinned = [shift * base / (1 + (shift - 1) * base) for base in positions]
-        return made
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: list[float] | torch.Tensor | None = None,
+    ) -> None:
+        if num_inference_steps != len(self.pinned):
+            raise ValueError(f"num_inference_steps: {num_inference_steps}, of a schedule of {len(self.pinned)} points")
+        super().set_timesteps(device=device, sigmas=list(self.pinned))
 
-    def set_timesteps(self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None) -> None:
-        super().set_timesteps(device=device, sigmas=self.pinned)
 
-
-def _schedulers(request: Resolved) -> Mapping[str, MiniMaxH3Scheduler]:
-    shifts = {"scheduler": request.video_shift, "audio_scheduler": request.audio_shift}
-    if request.positions is None:
-        return {name: MiniMaxH3Scheduler(shift=shift) for name, shift in shifts.items()}
-    return {name: _PinnedScheduler.at(request.positions, shift) for name, shift in shifts.items()}
+def _scheduler(schedule: PinnedSchedule | None, shift: float) -> MiniMaxH3Scheduler:
+    """diffusers' own grid, or that of pinned base positions (spec/model.md 4.5), in float64 as Python has it."""
+    if schedule is None or schedule.positions is None:
+        return MiniMaxH3Scheduler(shift=shift)
+    made = _PinnedScheduler(shift=shift)
+    made.pinned = tuple(shift * one / (1 + (shift - 1) * one) for one in schedule.positions)
+    return made
 
 
 def _outputs(request: Resolved, decode: bool) -> list[str]:
@@ -260,11 +289,6 @@ def _pipeline(request: Resolved, recorder: _Recorder, components: Mapping[str, A
         pipeline.update_components(reference_image_short_edge=edges[0], canvas_short_edge=edges[1])
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def _transformer(checkpoint: Checkpoint, partition: str) -> MiniMaxH3Transformer3DModel:
-    model = MiniMaxH3Transformer3DModel(**checkpoint.config("denoiser", partition))
-    return _load(model, checkpoint.parameters("denoiser", partition))
 
 
 def _text_encoder(checkpoint: Checkpoint) -> Qwen3VLForConditionalGeneration:

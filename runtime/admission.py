@@ -80,11 +80,12 @@ Measured for a block: 10,940 floats a row at 8,000 rows, 10,730 at 18,788; count
 SEGMENTS_HIDDEN = 3
 """Arrays [S, hidden] beside a block in segments: what the prologue made, and two that blocks read and write in turn."""
 
-SCORES: Mapping[BlockAttention, float] = {"dense": 0, "sage": 5.4, "skip": 4.2, "sage+skip": 5.4, "vsa": 4.2}
+SCORES: Mapping[BlockAttention, float] = {"dense": 0, "sage": 5.4, "skip": 4.2, "sage+skip": 5.4, "vsa": 5}
 """Arrays [heads, S, S] of attention where a CPU computes it by its definition; dense is done in chunks of rows there.
 
 Measured beside dense attention with the miniature's 8 heads: 729 and 957 MiB at 2,419 rows, 1,512 and 1,945 MiB at
-3,443; counted: 750 and 964, 1,519 and 1,954.
+3,443; counted: 750 and 964, 1,519 and 1,954. Of attention to video tiles with 3 heads: 644 MiB at 3,470 rows, 1,398 MiB
+at 5,170; counted: 689, 1,530.
 """
 
 ROW_FEED_FORWARD = 5

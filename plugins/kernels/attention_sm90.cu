@@ -105,24 +105,20 @@ __device__ __forceinline__ void fetch_share(uint8* destination, const uint8* sou
         : "memory");
 }
 
-// Whether all lanes of a warp would skip a tile, which it tells the other warps of its group: at its place among `votes`,
-// under the tile's number.
-__device__ __forceinline__ bool warp_skips(uint32 votes, uint32 tile, bool low) {
+// Whether all four warps of a group would skip a tile, which each says in shared memory at its place among `votes`, under
+// the tile's number. A warp that would not skip knows the answer, and goes on while the others still look.
+__device__ __forceinline__ bool group_skips(uint32 votes, uint32 tile, bool low) {
     const bool mine = __all_sync(~0u, low);
+    votes += tile % VOTES * 16;
     // All lanes store alike: a lane that did it for them would have to be found.
-    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(votes + tile % VOTES * 16 + threadIdx.x % 128 / 32 * 4),
-                 "r"(2 * tile + mine)
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(votes + threadIdx.x % 128 / 32 * 4), "r"(2 * tile + mine)
                  : "memory");
-    return mine;
-}
-
-// Whether all warps of a group would skip a tile, asked by one that would; the others know that they do not.
-__device__ __forceinline__ bool group_skips(uint32 votes, uint32 tile) {
+    if (!mine) return false;
     while (true) {
         uint32 vote[4], against = 0, agreeing = 0;
         asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(vote[0]), "=r"(vote[1]), "=r"(vote[2]), "=r"(vote[3])
-                     : "r"(votes + tile % VOTES * 16)
+                     : "r"(votes)
                      : "memory");
 #pragma unroll
         for (int warp = 0; warp < 4; ++warp) {
@@ -263,6 +259,12 @@ __device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Rows& rows
     hold(scores);  // made here, not where they are used
 }
 
+// 0, as sums of weights are not negative. The assembler does not know that: it cannot put off the sums to where they are
+// needed, beyond a wait that this is part of. 8-bit attention is faster when it may.
+__device__ __forceinline__ uint32 never(const Rows& rows) {
+    return ELEMENT_BYTES == 2 && rows.total[0] + rows.total[1] < 0.f;
+}
+
 __device__ __forceinline__ void pack(const float (&scores)[SCORES], uint32 (&weights)[PACKED]) {
 #if ELEMENT_BYTES == 1
 #pragma unroll
@@ -390,33 +392,25 @@ __device__ __forceinline__ int consume(const Problem& problem, Shared& shared, i
         // What is needed next is waited for in there and below, not when it is needed: these waits end a block of
         // instructions. Within one, the assembler moves waits for products up to its beginning.
         finish_scores(scores, largest, shared, keys, next, tile, tiles, valid);
-        // Weights are made before it is known whether they are wanted: where no tile is skipped, votes take no time.
-        const bool mine = SKIPPING && warp_skips(votes, tile, is_low(rows, largest, key_scale, limits));
-        const float totals[2] = {rows.total[0], rows.total[1]};
-        exponentiate(scores, rows, largest, key_scale, correction);
-        if (SKIPPING && mine && group_skips(votes, tile)) {
-            // A tile that is skipped has left the maxima as they were.
-            rows.total[0] = totals[0];
-            rows.total[1] = totals[1];
-            do {
-                ++skipped;
-                products_wait<0>();
-                hold(sums);
-                release(&shared.values_empty[values.index]);
-                values = next;
-                if (++tile == tiles) return skipped;
-                key_scale = next_scale;
-                next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
-                next.advance();
-                barrier_wait(&shared.keys_full[keys.index], keys.parity);
-                products_begin();
-                make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
-                products_wait<0>();
-                finish_scores(scores, largest, shared, keys, next, tile, tiles, valid);
-            } while (warp_skips(votes, tile, is_low(rows, largest, key_scale, limits)) && group_skips(votes, tile));
-            exponentiate(scores, rows, largest, key_scale, correction);
+        // Tiles that are skipped are passed over in a loop of their own: where there is none, this one is as when dense.
+        while (SKIPPING && group_skips(votes, tile, is_low(rows, largest, key_scale, limits))) {
+            ++skipped;
+            products_wait<0>();
+            hold(sums);
+            release(&shared.values_empty[values.index]);
+            values = next;
+            if (++tile == tiles) return skipped;
+            key_scale = next_scale;
+            next_scale = key_scale_of(key_scales, min(tile + 1, tiles - 1));
+            next.advance();
+            barrier_wait(&shared.keys_full[keys.index], keys.parity);
+            products_begin();
+            make_scores(scores, queries, key_tiles + keys.index * (TILE_BYTES / 16));
+            products_wait<0>();
+            finish_scores(scores, largest, shared, keys, next, tile, tiles, valid);
         }
-        if (tile + 1 < tiles) barrier_wait(&shared.keys_full[keys.index], keys.parity);
+        exponentiate(scores, rows, largest, key_scale, correction);
+        if (tile + 1 < tiles) barrier_wait(&shared.keys_full[keys.index], keys.parity ^ never(rows));
         products_wait<0>();
         hold(sums);
         release(&shared.values_empty[values.index]);

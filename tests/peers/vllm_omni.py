@@ -19,12 +19,17 @@ _DIFFUSION = "vllm_omni.diffusion.models.minimax_h3"
 _ENCODING = "vllm_omni.model_executor.models.minimax_h3"
 _REAL = (
     "vllm_omni.errors",
+    "vllm_omni.diffusion.sched.sigma_schedule",
     *(
         f"{_DIFFUSION}.{name}"
         for name in (
             "condition_noise",
             "denoise_loop",
+            "fasth3",
+            "fasth3_checkpoint",
             "latent_mask",
+            "lora",
+            "npu.lora",
             "packed_sequence",
             "packed_tokens",
             "pipeline_minimax_h3",
@@ -89,13 +94,18 @@ class _Finder(MetaPathFinder, Loader):
         pass
 
 
+def _last(name: str) -> str:
+    """What a compared module is called. Its FlashGen lies in a second `lora`, that of another accelerator."""
+    return "npu_lora" if name.endswith("npu.lora") else name.split(".")[-1]
+
+
 @contextmanager
 def peer(wheel: Path) -> Iterator[SimpleNamespace]:
     """The compared modules by their last names; nothing of them stays imported afterwards."""
     finder = _Finder(wheel)
     sys.meta_path.insert(0, finder)
     try:
-        yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in _REAL})
+        yield SimpleNamespace(**{_last(name): importlib.import_module(name) for name in _REAL})
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_omni")]:

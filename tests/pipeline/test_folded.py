@@ -47,10 +47,16 @@ def is_folded(key: str) -> bool:
     return key.startswith("time_embedder.") or ".adaln_proj." in key
 
 
-def fold(store: Path, checkpoint: Path, student: Distilled = STUDENT) -> BuildReport:
-    """Brings a store up to date with the checkpoint, were that such a student."""
+def pinned(checkpoint: Path, student: Distilled = STUDENT) -> Checkpoint:
+    """The checkpoint, were it such a student."""
     opened = Checkpoint.open(checkpoint)
     opened.student = student
+    return opened
+
+
+def fold(store: Path, checkpoint: Path, student: Distilled = STUDENT) -> BuildReport:
+    """Brings a store up to date with that."""
+    opened = pinned(checkpoint, student)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building.Checkpoint, "open", lambda path: opened)
         return build(checkpoint, "cpu", store)
@@ -100,16 +106,16 @@ def states(pipeline: Pipeline, taken: Taken, schedule: Schedule) -> Iterator[Sta
 
 def test_every_state_is_bit_equal_to_that_of_the_unfolded_store(store: Path, folded: Path) -> None:
     schedule = Schedule.pinned(SCHEDULE)
-    free, pinned = Pipeline.open(store), Pipeline.open(folded)
+    free, bound = Pipeline.open(store), Pipeline.open(folded)
     unfolded = free.take(PROMPT, {**SMALLEST, "num_inference_steps": 4})
-    taken = pinned.take(PROMPT, SMALLEST)
+    taken = bound.take(PROMPT, SMALLEST)
     assert taken.resolved.positions == SCHEDULE.positions
-    pairs = list(zip(states(free, unfolded, schedule), states(pinned, taken, schedule), strict=True))
+    pairs = list(zip(states(free, unfolded, schedule), states(bound, taken, schedule), strict=True))
     assert len(pairs) == 4
     for ours, theirs in pairs:
         assert torch.equal(ours.video, theirs.video)
         assert torch.equal(ours.audio, theirs.audio)
-    (latents,) = pinned.denoise(taken.resolved, pinned.encode(taken, ignore, Cancellation()), ignore, Cancellation())
+    (latents,) = bound.denoise(taken.resolved, bound.encode(taken, ignore, Cancellation()), ignore, Cancellation())
     assert torch.equal(latents[0], free.latents(unfolded.resolved, pairs[-1][0])[0]), "and so the request runs it"
 
 
@@ -117,7 +123,7 @@ def test_every_step_is_what_diffusers_makes_on_its_sigmas(folded: Path, checkpoi
     pipeline = Pipeline.open(folded)
     (taken,) = requests(pipeline, 49, 7)
     assert taken.resolved.forwards == 4
-    checks = list(pipeline_checks(pipeline, ReferencePipeline(Checkpoint.open(checkpoint)), taken))
+    checks = list(pipeline_checks(pipeline, ReferencePipeline(pinned(checkpoint)), taken))
     assert len([check for check in checks if "latents after step" in check.name]) == 4
     assert [f"{check.title}: {check.measured}" for check in checks if not check.passed] == []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from math import log, sqrt
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from packaging.requirements import Requirement
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from export.compare import ort_value
@@ -21,6 +24,19 @@ from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET, Op
 from plugins.ops import fp8_linear, nvfp4_linear
 
 FEW = settings(max_examples=25, deadline=None)
+
+
+def required_onnxruntime() -> Requirement:
+    """What a build host must have."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    found = map(Requirement, project["optional-dependencies"]["export"])
+    return next(requirement for requirement in found if requirement.name == "onnxruntime")
+
+
+NEEDS_ONNXRUNTIME = pytest.mark.skipif(
+    onnxruntime.__version__ not in required_onnxruntime().specifier,
+    reason=f"needs {required_onnxruntime()}; {onnxruntime.__version__} is installed",
+)
 Arguments = tuple[torch.Tensor, ...]
 Doubles = NDArray[np.float64]
 
@@ -110,6 +126,7 @@ def test_reference_in_float64_is_the_formula(op: Op, pair: tuple[torch.Tensor, t
     assert_close(op(x.double(), *weight), FORMULAS[op](x.double(), *weight), 2e-14)
 
 
+@NEEDS_ONNXRUNTIME
 @OPS
 @FEW
 @given(pair=matrices())
