@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def graphs(checkpoint: Checkpoint, profile: Profile, partition: Partition, weigh
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkpoint, list[Artifact], dict[str, EngineSet]]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, list[Artifact], dict[str, EngineSet]]:
     """The miniature's blocks, two adapters, and the engines of both modes."""
     root = tmp_path_factory.mktemp("adapters")
     write_miniature(root / "checkpoint", "native", seed=5)
@@ -56,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkpoint,
             profile = root / f"{mode}.toml"
             profile.write_text(f'{text}\n[adapters]\nmode = "{mode}"\n')
             engines[mode] = EngineSet.open(build(checkpoint.root, profile, root / mode, adapters=artifacts).store)
-    yield checkpoint, artifacts, engines
+    return checkpoint, artifacts, engines
 
 
 def inputs(engines: EngineSet) -> dict[str, torch.Tensor]:
