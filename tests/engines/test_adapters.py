@@ -284,7 +284,8 @@ def test_on_a_device_an_adapter_s_weights_are_beside_the_one_copy_of_the_base_s(
     first, second, _ = names(offer.artifacts)
     graphs = tuple(store.manifest.graphs)
     placed = PlacedTensors(Opening(store, graphs, ("fl2va", "ref2va")), gpu)
-    placed.load_lasting()
+    with gpu.computing():
+        placed.load_lasting()
     mapped = MappedWeights(store.manifest.weight_files)
     places: dict[str | None, list[int]] = {}
     for adapter in (None, first, second, first, None):
@@ -292,7 +293,7 @@ def test_on_a_device_an_adapter_s_weights_are_beside_the_one_copy_of_the_base_s(
         specs = {spec.name: spec for spec in store.manifest.graphs[graph].weights}
         for instance in (0, 1):
             regions = store.manifest.regions(graph, instance, "fl2va", adapter)
-            with placed.tensors(graph, instance, "fl2va", adapter) as weights:
+            with gpu.computing(), placed.tensors(graph, instance, "fl2va", adapter) as weights:
                 assert weights.keys() == specs.keys() == regions.keys()
                 for name, weight in weights.items():
                     raw = torch.from_numpy(mapped.array(regions[name], specs[name].dtype).copy())
