@@ -33,7 +33,9 @@ from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGen
 from export.artifacts import Artifact
 from export.artifacts.patched import patched_parameters
 from export.checkpoint import Checkpoint, Weight, materialise
+from h3trt.reference_attention import Clip, add_gates, attend_to_tiles
 from h3trt.reference_processor import ReferenceProcessor
+from plugins.dimensions import AUDIO_CHANNELS
 from plugins.distilled import PinnedSchedule
 from runtime.denoiser import State
 from runtime.references import Reference as ResolvedReference
@@ -88,16 +90,14 @@ class ReferencePipeline:
     """diffusers' pipeline in float32 on the CPU, its components loaded from a checkpoint of either layout.
 
     With an adapter, its transformer has the adapter's weights fused in. The schedule is that of the adapter or of the
-    student that the checkpoint is, where there is one. diffusers has no sparse attention of video: ValueError for what
-    was trained with it.
+    student that the checkpoint is, where there is one; a student that attends to video tiles does so here too.
     """
 
     def __init__(self, checkpoint: Checkpoint, adapter: Artifact | None = None) -> None:
         self._checkpoint = checkpoint
         self._adapter = adapter
         distilled = adapter.distilled if adapter else checkpoint.student
-        if distilled is not None and distilled.video_sparse is not None:
-            raise ValueError(f"{distilled.name}: has sparse attention of video, which diffusers does not compute")
+        self._sparse = distilled.video_sparse if distilled else None
         schedule = distilled.schedule if distilled else None
         sizes = checkpoint.dimensions
         self._components = {
@@ -124,7 +124,7 @@ class ReferencePipeline:
                 f"{self._adapter.distilled.name}: is for {self._adapter.distilled.tasks}, not {request.task}"
             )
         recorder = _Recorder()
-        components = self._components | self._transformer(request.task)
+        components = self._components | self._transformer(request)
         pipeline = _pipeline(request, recorder, components, decode)
         arguments = _conditions(request, media) | ({"output_type": "np"} if decode else {})
         found = pipeline(
@@ -152,8 +152,16 @@ class ReferencePipeline:
             media=_media(found) if decode else None,
         )
 
-    def _transformer(self, task: str) -> dict[str, Any]:
-        return {"transformer_ref": self._ref2va} if task == "ref2va" else {"transformer": self._fl2va}
+    def _transformer(self, request: Resolved) -> dict[str, Any]:
+        if request.task == "ref2va":
+            return {"transformer_ref": self._ref2va}
+        if self._sparse is not None:
+            grid = request.latent_frames, request.latent_height, request.latent_width
+            patch = self._checkpoint.dimensions.denoiser.patch
+            frames, rows, columns = (size // side for size, side in zip(grid, patch, strict=True))
+            clip = Clip(AUDIO_CHANNELS * request.audio_latents, (frames, rows, columns))
+            attend_to_tiles(self._fl2va, self._sparse, clip)
+        return {"transformer": self._fl2va}
 
     @cached_property
     def _fl2va(self) -> MiniMaxH3Transformer3DModel:
@@ -167,7 +175,10 @@ class ReferencePipeline:
         parameters = self._checkpoint.parameters("denoiser", partition)
         if self._adapter is not None:
             parameters = patched_parameters(self._adapter, parameters)
-        return _load(MiniMaxH3Transformer3DModel(**self._checkpoint.config("denoiser", partition)), parameters)
+        model = MiniMaxH3Transformer3DModel(**self._checkpoint.config("denoiser", partition))
+        if self._sparse is not None:
+            add_gates(model)
+        return _load(model, parameters)
 
 
 class _PinnedScheduler(MiniMaxH3Scheduler):

@@ -20,6 +20,7 @@ from export.checkpoint import Checkpoint
 from export.checkpoint.components.denoiser import DenoiserConfig
 from export.checkpoint.student import STUDENT, Base, Student, Whole
 from export.miniature.artifacts import FOLDERS, write_artifacts
+from h3trt.reference import ReferencePipeline
 from plugins.schedule import Schedule
 from runtime.denoiser import State
 from runtime.events import Cancellation, Reporter, Units, ignore
@@ -113,6 +114,7 @@ def expected(
         yield State(video, audio)
 
 
+@pytest.mark.slow
 def test_every_step_is_that_of_the_students_transformer(
     pipeline: Pipeline, transformer: MiniMaxH3Transformer3DModel
 ) -> None:
@@ -141,3 +143,14 @@ def test_the_share_of_tiles_is_seen(pipeline: Pipeline, transformer: MiniMaxH3Tr
     ours = next(states(pipeline, encoded, taken))
     other = next(expected(transformer, layout, encoded, start, tenths=5))
     assert (ours.video - other.video).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_a_request_is_that_of_diffusers_pipeline(pipeline: Pipeline, student: Path) -> None:
+    """What `h3trt verify` compares with, from the prompt on; diffusers makes 5 s at least."""
+    taken = pipeline.take(PROMPT, {**SMALLEST, "duration": 5})
+    encoded = pipeline.encode(taken, ignore, Cancellation())
+    (latents,) = pipeline.denoise(taken.resolved, encoded, ignore, Cancellation())
+    reference = ReferencePipeline(Checkpoint.open(student)).run(taken.resolved, decode=False)
+    assert (latents[0] - reference.video_latents).abs().max() < 1e-4
+    assert (latents[1] - reference.audio_latents).abs().max() < 1e-4
