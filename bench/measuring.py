@@ -48,7 +48,7 @@ def in_turns(
         for _ in range(WARM_ROUNDS):
             run()
     milliseconds: dict[str, list[float]] = {name: [] for name in sides}
-    drawn = random.Random(0)
+    drawn = random.Random(0)  # noqa: S311
     for _ in range(rounds):
         for name in drawn.sample(list(sides), len(sides)):
             if timer is once:
