@@ -54,6 +54,9 @@ LARGEST_ROWS = 110_592
 REST = 0.3
 """Seconds before each run of the second measurement and of the kernels', in which the GPU's power is no limit."""
 
+BLOCK_ROUNDS = 15
+"""Sides of a few percent's difference follow each other in that many orders."""
+
 CHECKED_ROWS = 2048
 """Rows that float32 attention holds the scores of."""
 
@@ -69,7 +72,7 @@ def measure(folder: Path, rows: int = ROWS, largest: int = LARGEST_ROWS) -> dict
         PEER: peer.block(dimensions, rows, compiled=True),
         "diffusers, eager": peer.block(dimensions, rows, compiled=False),
     }
-    timings, rested = in_turns({**ours, **theirs}), in_turns({**ours, **theirs}, rest=REST)
+    timings, rested = (in_turns({**ours, **theirs}, BLOCK_ROUNDS, rest) for rest in (0.0, REST))
     sides = {**ours, PEER: theirs[PEER]}
     seen = {name: kernels(run, REST) for name, run in sides.items()}
     work = operations(dimensions, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ def in_turns(
 ) -> dict[str, Timing]:
     """Times every side once a round, so that whatever drifts meets all of them; warm rounds are left out.
 
+    Each round has an order of its own, so that no side always follows one that leaves the GPU hot, or cool.
     `rest`: seconds without work before each run. A GPU that has no rest is soon held to its power limit. `timer`: by
     default the GPU's.
     """
@@ -46,12 +48,13 @@ def in_turns(
         for _ in range(WARM_ROUNDS):
             run()
     milliseconds: dict[str, list[float]] = {name: [] for name in sides}
+    drawn = random.Random(0)  # noqa: S311
     for _ in range(rounds):
-        for name, run in sides.items():
+        for name in drawn.sample(list(sides), len(sides)):
             if timer is once:
                 torch.cuda.synchronize()
             time.sleep(rest)
-            milliseconds[name].append(timer(run))
+            milliseconds[name].append(timer(sides[name]))
     return {name: Timing(tuple(values)) for name, values in milliseconds.items()}
 
 

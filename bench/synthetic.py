@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engines import machine
-from engines.adapters import AdapterMode, has_sides, low_rank_name, weights_key
+from engines.adapters import ADAPTED, AdapterMode, has_sides, low_rank_name, weights_key
 from engines.backends.inductor import compile_graph
 from engines.declaration import axes, describe_exporter, describe_graph, tensor_record
 from engines.graphs import profile_graphs
@@ -44,7 +44,7 @@ from engines.store import (
     TensorRecord,
     file_sha256,
 )
-from engines.switchable import ADAPTED, Switchable, switchables
+from engines.switchable import Switchable, switchables
 from export.artifacts.artifact import Artifact
 from export.artifacts.base import RELEASED
 from export.artifacts.read import read_artifact

@@ -12,6 +12,9 @@ AdapterMode = Literal["low_rank", "merged"]
 """Engines of their own with a low-rank side at each linear, which read the checkpoint's weights and an adapter's small
 ones; or the checkpoint's engines, and all weights of the linears once more, with the adapter merged into them."""
 
+ADAPTED = ("context", "block", "block.project", "block.finish")
+"""The graphs that adapters change, by the names that their weights go by."""
+
 _LOW_RANK = ".low_rank"
 
 

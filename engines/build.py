@@ -147,7 +147,8 @@ class _Plan:
         _check_partitions(checkpoint, profile)
         self._profile = profile
         self._first = profile.partitions[0]
-        plan = make_plan(profile, Outline.read(checkpoint.root), Workload()) if profile.on_gpu else None
+        workload = Workload(adapters=len(offered))
+        plan = make_plan(profile, Outline.read(checkpoint.root), workload) if profile.on_gpu else None
 
         def steps(graph: Graph) -> GraphSteps:
             if profile.backend == "inductor":

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.adapters import AdapterMode, low_rank_name
+from engines.adapters import ADAPTED, AdapterMode, low_rank_name
 from engines.graphs import declared_graphs, profile_graphs
 from engines.profile import Partition, Profile
 from engines.quality import weights_of
@@ -23,10 +23,6 @@ from export.passes.quantise_linears import quantise_linears
 from export.schemes import PLAIN
 from export.sidecar import Sidecar, plan_file, plan_sidecar
 from plugins.distilled import Family
-
-ADAPTED = ("context", "block", "block.project", "block.finish")
-"""The graphs that adapters change, by the names that their weights go by."""
-
 
 FAMILIES: tuple[Family, ...] = ("turbo", "flashgen")
 """Artifacts that a request may choose; the others are models of their own."""

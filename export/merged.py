@@ -7,60 +7,39 @@ from dataclasses import dataclass
 
 import torch
 
-from export.artifacts.artifact import LowRank
+from export.artifacts.artifact import LowRank, Patch
+from export.artifacts.patched import Addition, added
 from export.checkpoint import Checkpoint
 from export.checkpoint.components import denoiser
 from export.checkpoint.expressions import Stored, Weight
-from export.checkpoint.recipes import Projection, QKVLayout, Recipe, Swapped, Whole
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What is added to one diffusers parameter, and how that is made from the stored tensor."""
-
-    recipe: Recipe
-    low_rank: LowRank
-
-    def evaluate(self, leaf: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
-        """Scale x up @ down, float32, rows in diffusers' order."""
-        up, down = (each.evaluate(leaf).to(torch.float32) for each in (self.low_rank.up, self.low_rank.down))
-        return (self.low_rank.scale * up) @ down
+from export.checkpoint.recipes import Projection, QKVLayout, Recipe, Whole, runs
 
 
 @dataclass(frozen=True)
 class MergedWeight(Weight):
-    """W* = cast(float32(W) + difference), one cast from the stored tensor's values."""
+    """A stored tensor with the patches of the diffusers parameters that are made of it, each by its recipe."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     base: Stored
-    differences: tuple[Difference, ...]
+    patches: tuple[tuple[Recipe, Patch], ...]
     layout: QKVLayout
 
     def leaves(self) -> Iterator[Stored]:
         yield self.base
-        for difference in self.differences:
-            yield from difference.low_rank.down.leaves()
-            yield from difference.low_rank.up.leaves()
+        for _, patch in self.patches:
+            for weight in added(patch):
+                yield from weight.leaves()
 
     def evaluate(self, leaf: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
-        value = leaf(self.base).to(torch.float32)
-        for difference in self.differences:
-            self._add(value, difference.recipe, difference.evaluate(leaf))
-        return value.to(self.dtype)
-
-    def _add(self, value: torch.Tensor, recipe: Recipe, difference: torch.Tensor) -> None:
-        """Adds a parameter's difference to the rows that make it."""
-        rows = value.shape[0]
-        match recipe:
-            case Whole():
-                value += difference
-            case Swapped():
-                value += difference.roll(rows // 2, 0)
-            case Projection(index=index) if self.layout == "stacked":
-                value[index * rows // 3 : (index + 1) * rows // 3] += difference
-            case Projection(index=index, heads=heads):
-                value.view(heads, 3, -1, value.shape[1])[:, index] += difference.view(heads, -1, value.shape[1])
+        base = leaf(self.base)
+        value = base.clone()
+        for recipe, patch in self.patches:
+            addition, rows = Addition.of(patch, leaf), base.shape[0]
+            for run in runs(recipe, rows // 3 if isinstance(recipe, Projection) else rows, self.layout):
+                here = slice(run.stored, run.stored + run.rows)
+                value[here] = addition.to(base[here], run.parameter)
+        return value
 
 
 def merged_weights(checkpoint: Checkpoint, partition: str, sides: Mapping[str, LowRank]) -> dict[str, MergedWeight]:
@@ -68,11 +47,11 @@ def merged_weights(checkpoint: Checkpoint, partition: str, sides: Mapping[str, L
     stored, layout = checkpoint.stored("denoiser", partition), checkpoint.qkv_layout("denoiser", partition)
     config = denoiser.DenoiserConfig.model_validate(checkpoint.config("denoiser", partition))
     recipes = denoiser.recipes(config) if checkpoint.layout == "native" else {}
-    changes: dict[str, list[Difference]] = {}
+    changes: dict[str, list[tuple[Recipe, Patch]]] = {}
     for name, side in sides.items():
         recipe = recipes.get(f"{name}.weight", Whole(f"{name}.weight"))
-        changes.setdefault(recipe.key, []).append(Difference(recipe, side))
+        changes.setdefault(recipe.key, []).append((recipe, Patch(side)))
     return {
-        key: MergedWeight(stored[key].shape, stored[key].dtype, stored[key], tuple(differences), layout)
-        for key, differences in changes.items()
+        key: MergedWeight(stored[key].shape, stored[key].dtype, stored[key], tuple(patches), layout)
+        for key, patches in changes.items()
     }

@@ -60,6 +60,7 @@ def plan(
     images: Annotated[int, typer.Option(min=0, help="Reference images.")] = 0,
     videos: Annotated[int, typer.Option(min=0, help="Reference videos, with sound.")] = 0,
     sounds: Annotated[int, typer.Option(min=0, help="Reference sounds.")] = 0,
+    adapters: Annotated[int, typer.Option(min=0, help="Adapters that requests may choose.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write JSON to this file, or to standard output for -.")] = None,
 ) -> None:
     """Plan a request on a hardware profile: memory by stage and rank, disk, and a lower bound of the time.
@@ -89,6 +90,7 @@ def plan(
         "images": images,
         "videos": videos,
         "sounds": sounds,
+        "adapters": adapters,
     }
     workload = Workload.model_validate({name: value for name, value in asked.items() if value is not None})
     loaded = Profile.load(profile)
@@ -126,6 +128,8 @@ def _show(plan: Plan) -> None:
             f"{plan.student} pins its schedule: {plan.folded / 1e9:.2f} GB of its transformer are read by the build "
             f"alone, which makes {plan.tables / 1e9:.2f} GB of tables of them"
         )
+    if work.adapters:
+        console.line(f"{work.adapters} adapters, {plan.adapter / 1e9:.2f} GB of weights each")
     if plan.seconds:
         console.line(f"at least {plan.seconds:.1f} s: what the device's rated figures allow, no measurement")
 

@@ -14,7 +14,6 @@ import torch
 from diffusers import (
     AutoencoderKLMiniMaxH3,
     AutoencoderKLMiniMaxH3Audio,
-    MiniMaxH3Scheduler,
     MiniMaxH3Transformer3DModel,
 )
 from diffusers.modular_pipelines.minimax_h3 import (
@@ -26,6 +25,7 @@ from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseLoopW
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from diffusers.modular_pipelines.modular_pipeline import BlockState, ModularPipeline, ModularPipelineBlocks
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
+from diffusers.schedulers.scheduling_minimax_h3 import MiniMaxH3Scheduler
 from diffusers.utils import load_image, logging
 from PIL import Image
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration

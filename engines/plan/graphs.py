@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from engines.adapters import ADAPTED, low_rank_name
 from engines.plan import arrays
+from engines.plan.adapters import side_arrays
 from engines.plan.arrays import FLOAT, Widths
 from engines.plan.conditions import Conditions
 from engines.plan.plan import GraphPlan, Rows, Workload
 from engines.plan.references import References
 from engines.plan.run import LIBRARY_WORKSPACE, Run, Weighing, operations
 from engines.profile import Arithmetic, Profile, component_of
-from engines.quality import graph_name
+from engines.quality import graph_name, weights_of
 from engines.sessions.modulation import MODULATION
 from export.checkpoint.components.audio_vae import AudioVAEConfig
 from export.checkpoint.components.video_vae import VideoVAEConfig
@@ -84,13 +86,14 @@ class Costs:
         return sum(sum(self.weighing.instances(graph)) for graph in MODULATION) if self._pinned else 0
 
     def plans(self) -> tuple[GraphPlan, ...]:
-        """Every graph, in the order in which a request meets them; then those of further tiers.
+        """Every graph, in the order in which a request meets them; then those of further tiers, and of adapters.
 
         A request runs the graphs of one tier: here, of the first. It runs none of a pinned schedule's tables.
         """
         folded = MODULATION if self._pinned else ()
         used = (self._idle(name) if name in folded else self._plan(name, run) for name, run in self._runs())
-        return (*used, *self._variants())
+        own = (*used, *self._variants())
+        return (*own, *self._with_sides(own))
 
     @property
     def _pinned(self) -> bool:
@@ -243,6 +246,22 @@ class Costs:
                 "attention": math.ceil(run.attention),
             }
             yield self._idle(graph).model_copy(update=held)
+
+    def _with_sides(self, plans: Sequence[GraphPlan]) -> Iterator[GraphPlan]:
+        """The engines with low-rank sides, where requests may choose adapters: working memory of their own."""
+        if not self.workload.adapters or self.weighing.profile.adapters.mode == "merged":
+            return
+        row = side_arrays(self._size, Widths.of(self._denoiser).item)
+        for plan in plans:
+            if weights_of(plan.graph) in ADAPTED:
+                rows = self.rows.text if plan.graph == "context" else self.rows.chunk
+                held = {
+                    "graph": low_rank_name(plan.graph),
+                    "activations": plan.activations + math.ceil(rows * row),
+                    "workspace": plan.workspace,
+                    "attention": plan.attention,
+                }
+                yield self._idle(weights_of(plan.graph)).model_copy(update=held)
 
     def _idle(self, graph: str) -> GraphPlan:
         """A graph that the request does not run, and that has no weights of its own on the device."""

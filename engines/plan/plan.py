@@ -37,6 +37,8 @@ class _Record(BaseModel):
 class Workload(_Record):
     """The request that is planned for. `text_rows`: tokens of the prompt. `images`, `videos`, `sounds`: references.
 
+    `adapters`: how many its server offers, of which it may choose one: memory is for that, times for a request without.
+
     A model that pins its schedule has forwards of its own where none are given.
     """
 
@@ -47,6 +49,7 @@ class Workload(_Record):
     images: Annotated[int, Field(ge=0)] = 0
     videos: Annotated[int, Field(ge=0)] = 0
     sounds: Annotated[int, Field(ge=0)] = 0
+    adapters: Annotated[int, Field(ge=0)] = 0
 
     def of(self, student: Distilled | None) -> Workload:
         """The request to a model that may be a student."""
@@ -142,6 +145,7 @@ class Plan(_Record):
     what they make, the tables, is in a file of the store.
     `limit`: bytes of one GPU, 0 where there is none to fit into. `host`: bytes of the host's memory, `pinned` among
     them. `disk`: the checkpoint, `sidecar` of quantised weights and plans. `tables`: AdaLN parameters of the schedule.
+    `adapter`: weights of each adapter that is offered, as the profile's mode has them; they are in the store's files.
     """
 
     profile: str
@@ -158,6 +162,7 @@ class Plan(_Record):
     stages: tuple[StagePlan, ...]
     limit: int
     tables: int
+    adapter: int
     folded: int
     pinned: int
     host: int
@@ -172,8 +177,8 @@ class Plan(_Record):
 
     @property
     def disk(self) -> int:
-        """Bytes on disk: checkpoint and store."""
-        return self.checkpoint + self.sidecar + self.engines
+        """Bytes on disk: checkpoint and store, with the files of adapters."""
+        return self.checkpoint + self.sidecar + self.engines + self.workload.adapters * self.adapter
 
     @property
     def flops(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engines.plan.adapters import adapter_bytes
 from engines.plan.graphs import Costs
 from engines.plan.plan import GraphPlan, Plan, PlanError, Workload
 from engines.plan.refusal import refuse
@@ -79,6 +80,7 @@ def draft(profile: Profile, model: Model, workload: Workload) -> Plan:
         stages=stages,
         limit=profile.device.memory_bytes if profile.device else 0,
         tables=tables,
+        adapter=adapter_bytes(costs.weighing),
         folded=costs.folded_bytes,
         # What shares the host's memory is read from the disk, not kept in memory twice.
         pinned=0 if unified else pinned,

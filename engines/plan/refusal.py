@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engines.plan.plan import Plan, StagePlan, Workload
 from engines.plan.weights import Model
-from engines.profile import COMPONENTS, Component, Profile, Residency
+from engines.profile import COMPONENTS, Adapters, Component, Profile, Residency
 from plugins.dimensions import FRAMES_PER_SECOND
 from plugins.shape import legal_frames
 
@@ -91,6 +91,7 @@ class _Fits:
 
 def _single(plan: Plan, profile: Profile, model: Model, fits: _Fits) -> Iterator[Change]:
     workload = plan.workload
+    yield from _fewer_copies(profile, workload)
     yield from _off_the_gpu(profile, workload)
     yield from _chunked(plan, profile, workload, fits)
     yield from _quantised(profile, workload)
@@ -127,6 +128,13 @@ def _gather(plan: Plan, profile: Profile, workload: Workload) -> Iterator[Change
     if smallest < (profile.row_chunk or plan.rows.local):
         profile = _with(profile, row_chunk=smallest)
         yield Change(f"row_chunk = {smallest}", profile, workload)
+
+
+def _fewer_copies(profile: Profile, workload: Workload) -> Iterator[Change]:
+    """Adapters without the linears' weights once more for each."""
+    if workload.adapters and profile.adapters.mode == "merged":
+        changed = _with(profile, adapters=Adapters(mode="low_rank"))
+        yield Change('adapters.mode = "low_rank"', changed, workload)
 
 
 def _off_the_gpu(profile: Profile, workload: Workload) -> Iterator[Change]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from engines.plan.adapters import adapter_bytes, block_bytes
 from engines.plan.graphs import Costs
 from engines.plan.plan import STAGE_OF, STAGES, GraphPlan, Stage, StagePlan
 from engines.profile import COMPONENTS, Component, Device, Profile
@@ -60,6 +61,29 @@ class Placement:
         return self.costs.weighing.profile
 
     def _holding(self, component: Component) -> Holding:
+        own, adapters = self._own(component), self._of_adapters(component)
+        both = zip(vars(own).values(), vars(adapters).values(), strict=True)
+        return Holding(*(one + other for one, other in both))
+
+    def _of_adapters(self, component: Component) -> Holding:
+        """What adapters add: all of them are kept like the component's own weights, and a request uses one.
+
+        Merged weights are used in place of the component's.
+        """
+        assert self.profile.residency is not None  # as profiles for GPUs are validated
+        weighing, count = self.costs.weighing, self.costs.workload.adapters
+        place, one = self.profile.residency.of(component), count and adapter_bytes(weighing, component)
+        if not one or place == "resident":
+            return Holding(always=count * one)
+        beside = self.profile.adapters.mode == "low_rank"
+        if not isinstance(place, int):
+            return Holding(staged=one * beside, transferred=one * beside, pinned=count * one)
+        block, passes = block_bytes(weighing), self.costs.workload.forwards
+        streamed = block * max(0, self.costs.weighing.outline.dimensions.denoiser.layers - place)
+        slots = min(SLOTS * block, streamed)
+        return Holding(count * (one - streamed), slots, beside * passes * streamed, count * streamed)
+
+    def _own(self, component: Component) -> Holding:
         assert self.profile.residency is not None  # as profiles for GPUs are validated
         place = self.profile.residency.of(component)
         graphs = list(self._of(component))

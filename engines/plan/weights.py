@@ -51,6 +51,13 @@ class GraphWeights:
         linears = [d for tensors in self.instances for n, d in tensors.items() if _is_quantised(self.graph, n)]
         return sum(quantised_nbytes(declared, arithmetic) for declared in linears)
 
+    def side_nbytes(self, rank: int) -> tuple[int, ...]:
+        """Bytes of each instance's low-rank sides, one for each linear that may be quantised, in bfloat16."""
+        return tuple(
+            sum(2 * rank * sum(d.shape or ()) for name, d in tensors.items() if _is_quantised(self.graph, name))
+            for tensors in self.instances
+        )
+
     def products(self) -> int:
         """Multiplications that a row of the first instance takes: elements of its matrices."""
         return self.products_of_all()[0]

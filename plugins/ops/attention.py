@@ -41,9 +41,9 @@ def cudnn(
 def hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, TRT_decomposable: int
 ) -> torch.Tensor:
-    """FlashAttention-3 where its wheel is installed, else cuDNN: 719 and 631 TFLOP/s on an H200 at 58,880 rows.
+    """FlashAttention-3 where its wheel is installed, else cuDNN: 706 and 610 TFLOP/s on an H200 at 58,880 rows.
 
-    The kernel of our own (646) copies its inputs first, for a gain that is not worth their memory
+    The kernel of our own (658) copies its inputs first, for a gain that is not worth their memory
     (bench/results/attention.json).
     """
     if flash_attention_3.serves(query):

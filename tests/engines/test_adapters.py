@@ -14,8 +14,11 @@ import torch
 from engines import build as building
 from engines import switchable
 from engines.build import BuildError, BuildReport, build
-from engines.profile import Adapters, Partition, Profile
+from engines.profile import Adapters, Partition, Profile, Residency
+from engines.sessions.backend import Opening
 from engines.sessions.engine_set import EngineInputError, EngineSet
+from engines.sessions.inductor import PlacedTensors
+from engines.sessions.weights import MappedWeights
 from engines.store import EngineStore, StoreError
 from engines.switchable import SwitchableError, switchables
 from export.artifacts.artifact import Artifact
@@ -29,6 +32,7 @@ from export.miniature import write_miniature
 from export.miniature.artifacts import FOLDERS, write_artifacts
 from export.trace import BoundModule
 from tests.engines.conftest import use_graphs
+from tests.engines.fake_tensorrt import HostGpu
 from tests.engines.workshop import write_profile
 
 ROWS = 70
@@ -269,6 +273,48 @@ def test_a_store_says_with_which_command_it_is_built_again(
 def test_a_build_is_resumed_with_the_adapters_that_it_was_begun_with(offer: Offer, stores: dict[str, Path]) -> None:
     with pytest.raises(BuildError, match=r"was begun with other adapters \(.*turbo.*\) than none; leave out --resume"):
         build(offer.root / "checkpoint", offer.profile("low_rank"), stores["low_rank"], resume=True)
+
+
+@pytest.mark.parametrize("denoiser", ["resident", "swapped", 0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_device_an_adapter_s_weights_are_beside_the_one_copy_of_the_base_s(
+    offer: Offer, stores: dict[str, Path], mode: str, denoiser: str | int
+) -> None:
+    store, gpu = _placed(stores[mode], denoiser), HostGpu()
+    first, second, _ = names(offer.artifacts)
+    graphs = tuple(store.manifest.graphs)
+    placed = PlacedTensors(Opening(store, graphs, ("fl2va", "ref2va")), gpu)
+    with gpu.computing():
+        placed.load_lasting()
+    mapped = MappedWeights(store.manifest.weight_files)
+    places: dict[str | None, list[int]] = {}
+    for adapter in (None, first, second, first, None):
+        graph = store.manifest.engine_of("block", adapter)
+        specs = {spec.name: spec for spec in store.manifest.graphs[graph].weights}
+        for instance in (0, 1):
+            regions = store.manifest.regions(graph, instance, "fl2va", adapter)
+            with gpu.computing(), placed.tensors(graph, instance, "fl2va", adapter) as weights:
+                assert weights.keys() == specs.keys() == regions.keys()
+                for name, weight in weights.items():
+                    raw = torch.from_numpy(mapped.array(regions[name], specs[name].dtype).copy())
+                    assert torch.equal(weight.view(torch.int16), raw.view(torch.int16)), (adapter, name)
+                places.setdefault(adapter, []).append(weights["attn.qkv_proj.weight"].data_ptr())
+    if denoiser == "resident":
+        # The base's own bytes, wherever low-rank sides are beside them; merged, an adapter's.
+        shared = places[first][:2] == places[None][:2]
+        assert shared == (mode == "low_rank")
+        assert places[first][:2] == places[first][2:]
+        assert places[None][:2] == places[None][2:]
+
+
+def _placed(store: Path, denoiser: str | int) -> EngineStore:
+    """The store as if it were for a GPU that keeps the denoiser in some place."""
+    opened = EngineStore.open(store)
+    places = dict.fromkeys(("text_encoder", "video_encoder", "audio_encoder", "modulation"), "resident")
+    places |= dict.fromkeys(("video_decoder", "audio_decoder"), "resident")
+    residency = Residency.model_validate({**places, "denoiser": denoiser})
+    profile = opened.manifest.profile.model_copy(update={"residency": residency})
+    return EngineStore(opened.root, opened.manifest.model_copy(update={"profile": profile}))
 
 
 def test_what_a_store_cannot_offer_is_refused_before_anything_is_built(offer: Offer, tmp_path: Path) -> None:

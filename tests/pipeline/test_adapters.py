@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import MiniMaxH3Scheduler
 from safetensors.torch import load_file
 
 from engines.build import build
@@ -74,29 +73,15 @@ def ours(pipeline: Pipeline, taken: Taken) -> Latents:
     return found
 
 
-class Pinned(MiniMaxH3Scheduler):
-    """Sigmas of given positions, whatever number of steps it is asked for."""
-
-    positions: Sequence[float] = ()
-
-    def set_timesteps(self, *arguments: Any, device: Any = None, **more: Any) -> None:
-        base = torch.tensor(self.positions, dtype=torch.float32)
-        super().set_timesteps(sigmas=self.shift * base / (1 + (self.shift - 1) * base), device=device)
-
-
 def theirs(checkpoint: Checkpoint, taken: Taken, artifact: Artifact, rounded: bool) -> Latents:
     """diffusers over W + alpha / rank B A; `rounded` to the stored dtype, or as a side of its own would compute it."""
     resolved, reference = taken.resolved, ReferencePipeline(checkpoint)
-    parameters = dict(reference._fl2va.named_parameters())
+    transformer: Any = reference._fl2va
+    parameters = dict(transformer.named_parameters())
     for name, change in changes(artifact, checkpoint.dimensions.denoiser.heads).items():
         value = parameters[name].data + change
         modulates = "adaln" in name or "norm_out" in name
         parameters[name].data = value.bfloat16().float() if rounded or modulates else value
-    for clock, shift in (("scheduler", resolved.video_shift), ("audio_scheduler", resolved.audio_shift)):
-        scheduler = Pinned(shift=shift)
-        count = resolved.forwards
-        scheduler.positions = resolved.positions or [1 - step / count for step in range(count + 1)]
-        reference._components[clock] = scheduler
     found = reference.run(resolved, decode=False)
     return found.video_latents, found.audio_latents.unsqueeze(0)
 
@@ -104,7 +89,7 @@ def theirs(checkpoint: Checkpoint, taken: Taken, artifact: Artifact, rounded: bo
 def changes(artifact: Artifact, heads: int) -> Mapping[str, torch.Tensor]:
     """What the file adds to each diffusers parameter (spec/model.md 8.4 and 8.5), read by another library."""
     tensors = {key: tensor.float() for key, tensor in load_file(artifact.path).items()}
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for key in [key for key in tensors if ".lora_A." in key]:
         down, up = tensors[key], tensors[key.replace(".lora_A.", ".lora_B.")]
         alpha = float(artifact.metadata.get("alpha") or artifact.metadata["lora_alpha"])

@@ -202,6 +202,13 @@ def test_sounds_beyond_what_the_engines_were_built_for_are_refused() -> None:
         model.admit(_references(IMAGE, SOUND), text_rows=100)
 
 
+def test_low_rank_sides_take_one_product_more() -> None:
+    model, load = _model(GIB), _load(256, 512, 107)
+    more = dataclasses.replace(model, sides=True).estimate(load).denoise - model.estimate(load).denoise
+    # The miniature is widest in attention; in float32, with the margin of a quarter.
+    assert more == pytest.approx(1.25 * 4 * load.rows * MINIATURE.denoiser.inner, abs=2)
+
+
 def test_the_denoiser_is_linear_in_rows() -> None:
     model = _model(GIB)
     small, double, triple = (model.estimate(_load(256, height, 107, text_rows=1)).denoise for height in (256, 512, 768))

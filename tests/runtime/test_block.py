@@ -33,7 +33,9 @@ class Recorder:
     def empty(self, spec: TensorRecord) -> torch.Tensor:
         return torch.zeros(*(int(size) for size in spec.shape))
 
-    def run(self, graph: str, inputs: dict[str, torch.Tensor], *rest: object) -> dict[str, torch.Tensor]:
+    def run(
+        self, graph: str, inputs: dict[str, torch.Tensor], *rest: object, **named: object
+    ) -> dict[str, torch.Tensor]:
         self.calls.append((graph, {name: tensor.clone() for name, tensor in inputs.items()}))
         counted = {"skipped_tiles": torch.tensor([3, 3])} if graph.endswith("skip") else {}
         return {"hidden_out": inputs.get("hidden", torch.zeros(0)), **counted}

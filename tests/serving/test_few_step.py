@@ -22,6 +22,7 @@ from runtime.events import Cancellation, ignore
 from runtime.pipeline import Pipeline
 from tests.serving.test_requests import PROMPT
 from triton_repo.client import Client, ClientError, Failure
+from triton_repo.health import check
 from triton_repo.names import PUBLIC_MODELS
 from triton_repo.repository import RepositorySettings, render
 from triton_repo.server import ServerSettings, TritonServer
@@ -81,6 +82,8 @@ def test_a_student_serves_its_schedule_and_no_other(
             with pytest.raises(ClientError, match=field) as caught:
                 client.generate(PROMPT, {**SMALLEST, field: value})
             assert caught.value.failure is Failure.INVALID
+        # A probe asks for one forward first, which is refused.
+        assert check(client.url, 300, generate=True).startswith("a clip of ")
     assert clip.mp4 == _in_this_process(tmp_path / "engines", SMALLEST)
 
 
@@ -97,7 +100,7 @@ def test_adapters_take_turns_and_leave_nothing_behind(store: Path, released: Pat
         assert clips[0] == clips[4]
         assert clips[1] == clips[3]
         assert len(set(clips)) == 3
-        with pytest.raises(ClientError, match=rf"lora\.name.*{adapters[0].distilled.name}") as caught:
+        with pytest.raises(ClientError, match=rf"lora: .*{adapters[0].distilled.name}") as caught:
             client.generate(PROMPT, {**SMALLEST, "lora": {"name": "another"}})
         assert caught.value.failure is Failure.INVALID
     assert clips[2] == _in_this_process(tmp_path / "engines", flashgen)
