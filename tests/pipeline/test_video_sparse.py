@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ SMALLEST: dict[str, Any] = {"duration": 4, "aspect_ratio": "1:1", "width": 256, 
 PROMPT = "A red fox runs over fresh snow"
 GRID = 32, 8, 8
 """Latent frames, rows and columns of patches of that clip."""
+
+CHECKED = 3
+"""Steps that are compared, of eight; a request is compared whole below."""
 
 POSITIONS = (0.999, 0.874, 0.749, 0.624, 0.5, 0.375, 0.25, 0.125, 0.0)
 SHIFTS = 10.0, 3.0
@@ -115,7 +119,7 @@ def expected(
 
 
 @pytest.mark.slow
-def test_every_step_is_that_of_the_students_transformer(
+def test_steps_are_those_of_the_students_transformer(
     pipeline: Pipeline, transformer: MiniMaxH3Transformer3DModel
 ) -> None:
     assert (pipeline.manifest.attention, [tier.name for tier in pipeline.manifest.tiers]) == ("vsa", ["lossless"])
@@ -124,15 +128,13 @@ def test_every_step_is_that_of_the_students_transformer(
     layout = pipeline.layout(taken.resolved, encoded.tags)
     _, start = pipeline.start(taken.resolved, encoded)
     reference = expected(transformer, layout, encoded, start, tenths=8)
-    last = None
-    for ours, theirs in zip(states(pipeline, encoded, taken), reference, strict=True):
+    ours = list(states(pipeline, encoded, taken))
+    for found, exact in zip(ours[:CHECKED], islice(reference, CHECKED), strict=True):
         # float32 here; the reference's attention and steps are float64.
-        assert (ours.video - theirs.video).abs().max() < 1e-4
-        assert (ours.audio - theirs.audio).abs().max() < 1e-4
-        last = ours
-    assert last is not None
+        assert (found.video - exact.video).abs().max() < 1e-4
+        assert (found.audio - exact.audio).abs().max() < 1e-4
     (latents,) = pipeline.denoise(taken.resolved, encoded, ignore, Cancellation())
-    assert torch.equal(latents[0], pipeline.latents(taken.resolved, last)[0]), "and so a request runs it"
+    assert torch.equal(latents[0], pipeline.latents(taken.resolved, ours[-1])[0]), "and so a request runs it"
 
 
 def test_the_share_of_tiles_is_seen(pipeline: Pipeline, transformer: MiniMaxH3Transformer3DModel) -> None:
