@@ -16,10 +16,10 @@ from runtime.pipeline import Pipeline
 from tests.students import build_student, write_student
 
 
-@pytest.fixture(scope="module")
-def student(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """FastH3 v1's dense variant, fused into the demonstration's checkpoint."""
-    return write_student(store, tmp_path_factory.mktemp("student"), "fasth3_v1_dense")
+@pytest.fixture(scope="module", params=["fasth3_v1_dense", pytest.param("fasth3_v1_vsa", marks=pytest.mark.soak)])
+def student(store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A variant of FastH3 v1, fused into the demonstration's checkpoint."""
+    return write_student(store, tmp_path_factory.mktemp("student"), request.param)
 
 
 @pytest.fixture(scope="module")
