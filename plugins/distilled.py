@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from plugins.video_tiles import TILE
+
 Family = Literal["fasth3_v1", "fasth3_v2", "turbo", "flashgen", "merged"]
 """FastVideo's adapter and its 8-step model, LightX2V's and FlashGen's adapters; a checkpoint that pins its schedule."""
 
@@ -45,10 +47,11 @@ class PinnedSchedule(_Frozen):
 class VideoSparse(_Frozen):
     """Attention of video tiles to the most relevant video tiles alone (spec/model.md 8.3).
 
-    tile: rows of a tile. sparsity: the share of video tiles that are left out; it was trained with.
+    tile: rows of a tile, of which there is one number. sparsity: the share of video tiles that are left out; it was
+    trained with.
     """
 
-    tile: Annotated[int, Field(ge=1)] = 64
+    tile: Annotated[int, Field(ge=TILE, le=TILE)] = TILE
     sparsity: Annotated[float, Field(ge=0, lt=1)]
 
 
