@@ -316,7 +316,7 @@ def _changed(mode: AdapterMode, bindings: Mapping[str, Binding]) -> dict[str, Bo
 def _adapter(name: str, mode: AdapterMode) -> AdapterRecord:
     schedule = PinnedSchedule(forwards=4, video_shift=12.0, audio_shift=3.0)
     distilled = Distilled(name=name, family="turbo", tasks=("t2va",), schedule=schedule)
-    return AdapterRecord(distilled=distilled, partition=PARTITION, mode=mode, path="")
+    return AdapterRecord(distilled=distilled, partition=PARTITION, mode=mode, path="", modulates=False)
 
 
 def _record(wanted: Wanted, folder: Path, graph: Graph, binding: Binding) -> EngineRecord:

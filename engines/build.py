@@ -103,13 +103,13 @@ def build(
     """
     root, loaded = Path(store).absolute(), Profile.load(profile)
     opened = Checkpoint.open(Path(checkpoint).absolute())
-    files = [str(adapter.path.absolute()) for adapter in adapters]
+    files = {str(adapter.path.absolute()): adapter.distilled.sha256 for adapter in adapters}
     begun = Begun(
         checkpoint=str(opened.root),
         fingerprint=opened.fingerprint,
         sample=opened.sample,
         profile=loaded,
-        adapters=tuple(files),
+        adapters=files,
     )
     if resume:
         _check_same(root, Begun.read(root), begun)
@@ -144,7 +144,7 @@ class _Plan:
     ) -> None:
         self._checkpoint, self._written, self._root, self._work = checkpoint, profile, root, work
         profile = profile.serving(checkpoint.student)
-        _check_partitions(checkpoint, profile)
+        _check_partitions(checkpoint, self._written, profile)
         self._profile = profile
         self._first = profile.partitions[0]
         workload = Workload(adapters=len(offered))
@@ -326,7 +326,6 @@ class _Plan:
                     "graphs": {graph.graph.name: graph.engine_record(records).model_dump() for graph in self._engines},
                     "bindings": {partition: records[f"{partition}.bind"].facts for partition in self._graphs}
                     | {one.bound_as: records[one.step].facts for one in self._offered.values()},
-                    "adapters": {name: one.record.model_dump() for name, one in self._offered.items()},
                     "tables": {table.key: table.record(records).model_dump() for table in self._tables},
                 }
             )
@@ -351,6 +350,7 @@ class _Plan:
             "profile": self._written.model_dump(mode="json"),
             "checkpoint": self._checkpoint_record.model_dump(),
             "student": checkpoint.student and checkpoint.student.model_dump(mode="json"),
+            "adapters": {name: one.record.model_dump(mode="json") for name, one in self._offered.items()},
             "dimensions": checkpoint.dimensions.model_dump(mode="json"),
             "weight_files": self._weights.files_json,
         }
@@ -382,6 +382,7 @@ class _Offered:
             partition=one.partition,
             mode=one.mode,
             path=str(one.artifact.path.absolute()),
+            modulates=bool(one.modulation),
         )
 
     def declarations(self) -> list[dict[str, Any]]:
@@ -400,7 +401,13 @@ class _Offered:
         return found
 
 
-def _check_partitions(checkpoint: Checkpoint, profile: Profile) -> None:
+def _check_partitions(checkpoint: Checkpoint, written: Profile, profile: Profile) -> None:
+    """`written` is the profile before it was made to fit the checkpoint."""
+    if not profile.partitions:
+        raise BuildError(
+            f"profile {written.name}: partitions = {list(written.partitions)}: checkpoint {checkpoint.root} has no "
+            f"task of these; must be of {list(checkpoint.partitions)}"
+        )
     missing = [p for p in profile.partitions if p not in checkpoint.partitions]
     if missing:
         raise BuildError(
@@ -414,7 +421,7 @@ def _step_command(command: str, step: str) -> str:
 
 
 def _check_same(store: Path, begun: Begun, now: Begun) -> None:
-    """Refuses to resume a build of another checkpoint or profile. Both may lie elsewhere by now."""
+    """Refuses to resume a build of another checkpoint, profile or adapter. All may lie elsewhere by now."""
     fresh = "leave out --resume to build it anew"
     if begun.fingerprint != now.fingerprint:
         raise BuildError(
@@ -425,8 +432,8 @@ def _check_same(store: Path, begun: Begun, now: Begun) -> None:
         raise BuildError(
             f"{store}: was begun with other weights ({begun.checkpoint}) than {now.checkpoint} has; {fresh}"
         )
-    if begun.adapters != now.adapters:
-        listed = [", ".join(each.adapters) or "none" for each in (begun, now)]
+    if list(begun.adapters.values()) != list(now.adapters.values()):
+        listed = [", ".join(map(_told, each.adapters.items())) or "none" for each in (begun, now)]
         raise BuildError(f"{store}: was begun with other adapters ({listed[0]}) than {listed[1]}; {fresh}")
     before, after = ({k: v for k, v in each.profile if k != "name"} for each in (begun, now))
     changed = ", ".join(key for key in before if before[key] != after[key])
@@ -435,6 +442,11 @@ def _check_same(store: Path, begun: Begun, now: Begun) -> None:
             f"{store}: was begun with profile {begun.profile.name}; profile {now.profile.name} now differs from that "
             f"in {changed}; {fresh}"
         )
+
+
+def _told(adapter: tuple[str, str | None]) -> str:
+    path, sha256 = adapter
+    return f"{path} of SHA-256 {sha256}"
 
 
 def _check_known(only: str | None, steps: list[Step]) -> None:

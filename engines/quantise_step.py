@@ -10,12 +10,13 @@ from engines.declaration import source_hash
 from engines.steps import Product, Record, Step, Work
 from engines.store import WeightFile, weight_file
 from engines.weight_table import Written
-from export import schemes, sidecar
+from export import low_rank, merged, schemes, sidecar
+from export.artifacts import patched
 from export.checkpoint.holes import lacks_data
 from export.sidecar import Sidecar
 from plugins.ops import fp8_linear, nvfp4_linear
 
-QUANTISERS = (schemes, sidecar, fp8_linear, nvfp4_linear)
+WRITERS = (schemes, sidecar, fp8_linear, nvfp4_linear, low_rank, merged, patched)
 """The modules that say what the file's bytes are."""
 
 
@@ -39,7 +40,7 @@ class QuantiseStep:
         files = sorted({source.file for source in self.sidecar.sources()})
         depends_on = {
             "header": self.sidecar.header_sha256,
-            "source": source_hash([Path(str(module.__file__)) for module in QUANTISERS]),
+            "source": source_hash([Path(str(module.__file__)) for module in WRITERS]),
             "lacking data": [lacks_data(file) for file in files],
         }
         here = {"files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files]}

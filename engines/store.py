@@ -190,13 +190,14 @@ class AdapterRecord(_Record):
 
     Its own weights are `bindings["PARTITION+NAME"]`, of the graphs that it changes and no others: with "merged" all
     weights of these graphs, changed; with "low_rank" those that their variants have beside the partition's. `path` is
-    the artifact that they were made from.
+    the artifact that they were made from. `modulates`: it changes AdaLN too, and has tables of its own.
     """
 
     distilled: Distilled
     partition: Partition
     mode: AdapterMode
     path: str
+    modulates: bool
 
 
 class Extent(NamedTuple):
@@ -235,14 +236,14 @@ class CheckpointRecord(_Record):
 class Begun(_Record):
     """The checkpoint and the profile that a store's finished steps are of.
 
-    `sample` is of the checkpoint's data, of which `fingerprint` says nothing.
+    `sample` is of the checkpoint's data, of which `fingerprint` says nothing. `adapters`: their SHA-256, by path.
     """
 
     checkpoint: str
     fingerprint: str
     sample: str
     profile: Profile
-    adapters: tuple[str, ...] = ()
+    adapters: dict[str, str | None] = {}
 
     @staticmethod
     def read(store: str | Path) -> Begun:
@@ -524,18 +525,18 @@ class EngineStore:
     def _untabled(self) -> Iterator[str]:
         """Schedules that have no tables where they must, and tables that are not of a schedule."""
         manifest = self.manifest
-        schedules = {weights_key(a.partition, name): a.distilled.schedule for name, a in manifest.adapters.items()}
+        pinned = {weights_key(a.partition, n): a.distilled for n, a in manifest.adapters.items() if a.modulates}
         if manifest.student is not None:
-            schedules |= dict.fromkeys(manifest.partitions, manifest.student.schedule)
-            for partition in manifest.partitions:
-                if partition not in manifest.tables:
-                    yield f"tables.{partition}: is missing; {manifest.student.name} pins its schedule"
+            pinned |= dict.fromkeys(manifest.partitions, manifest.student)
+        for name, distilled in pinned.items():
+            if name not in manifest.tables:
+                yield f"tables.{name}: is missing; {distilled.name} pins its schedule"
         for name, table in manifest.tables.items():
-            if name not in schedules:
-                yield f"tables.{name}: is of no student or adapter of the store"
+            if name not in pinned:
+                yield f"tables.{name}: is of no student, and of no adapter that changes AdaLN"
                 continue
             length = (self.root / table.file.path).stat().st_size
-            for problem in _misfits(table, schedules[name].forwards, manifest.dimensions.denoiser, length):
+            for problem in _misfits(table, pinned[name].schedule.forwards, manifest.dimensions.denoiser, length):
                 yield f"tables.{name}.{problem}"
 
     def _error(self, text: str) -> StoreError:

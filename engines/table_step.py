@@ -26,6 +26,8 @@ from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import ADALN, TIME, embeddings, projections
 from engines.steps import Deferred, Product, Step, Work
 from engines.store import EngineStore, Extent, Manifest, Region, TableRecord, WeightFile, weight_file
+from export import merged
+from export.artifacts import patched
 from export.checkpoint.expressions import Stored, Weight
 from export.checkpoint.materialise import materialise
 from export.checkpoint.safetensors_file import read_header, write_tensors
@@ -36,6 +38,9 @@ from plugins.schedule import Schedule
 
 TABLES = "tables"
 """Directory of a store that its tables are in."""
+
+MAKERS = (running, schedules, merged, patched)
+"""The modules that say, beside this one, what a table is."""
 
 Instance = Mapping[str, Weight]
 """The weights of one instance of a graph, by the names of its engine's weight inputs."""
@@ -128,7 +133,7 @@ class TableStep:
             "schedule": self.schedule.model_dump(mode="json"),
             "weights": self.weights.structures(files),
             "files": [[weight_file(file).model_dump(), file.stat().st_mtime_ns] for file in files],
-            "source": source_hash([Path(__file__), *(Path(str(module.__file__)) for module in (running, schedules))]),
+            "source": source_hash([Path(__file__), *(Path(str(module.__file__)) for module in MAKERS)]),
         }
         return Step(self.name, depends_on, self._do, tuple(requires))
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from plugins.video_tiles import TILE
 
 Family = Literal["fasth3_v1", "fasth3_v2", "turbo", "flashgen", "merged"]
 """FastVideo's adapter and its 8-step model, LightX2V's and FlashGen's adapters; a checkpoint that pins its schedule."""
 
 ArtifactTask = Literal["t2va", "fl2va", "ref2va"]
+
+
+def falls_to_zero(positions: Sequence[float]) -> bool:
+    """Whether base positions, two or more, fall strictly from at most 1 to exactly 0."""
+    falling = all(later < earlier for earlier, later in itertools.pairwise(positions))
+    return len(positions) > 1 and falling and positions[0] <= 1 and positions[-1] == 0
 
 
 class _Frozen(BaseModel):
@@ -36,8 +45,7 @@ class PinnedSchedule(_Frozen):
             return self
         if len(positions) != self.forwards + 1:
             raise ValueError(f"{len(positions)} positions for {self.forwards} forwards; must be one more")
-        falling = all(later < earlier for earlier, later in itertools.pairwise(positions))
-        if not falling or positions[0] > 1 or positions[-1] != 0:
+        if not falls_to_zero(positions):
             raise ValueError(f"positions {list(positions)}: must fall strictly from at most 1 to exactly 0")
         return self
 
@@ -45,10 +53,11 @@ class PinnedSchedule(_Frozen):
 class VideoSparse(_Frozen):
     """Attention of video tiles to the most relevant video tiles alone (spec/model.md 8.3).
 
-    tile: rows of a tile. sparsity: the share of video tiles that are left out; it was trained with.
+    tile: rows of a tile, of which there is one number. sparsity: the share of video tiles that are left out; it was
+    trained with.
     """
 
-    tile: Annotated[int, Field(ge=1)] = 64
+    tile: Annotated[int, Field(ge=TILE, le=TILE)] = TILE
     sparsity: Annotated[float, Field(ge=0, lt=1)]
 
 

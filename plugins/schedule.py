@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from plugins.dimensions import TIMESTEP_SLOTS
-from plugins.distilled import PinnedSchedule
+from plugins.distilled import PinnedSchedule, falls_to_zero
 
 VIDEO_SLOT, AUDIO_SLOT, VISUAL_CONDITION_SLOT, AUDIO_CONDITION_SLOT = range(TIMESTEP_SLOTS)
 """Slots of the modulation table: video and text rows, audio rows, visual condition rows, audio reference rows."""
@@ -140,6 +139,5 @@ def _shifted_positions(positions: Sequence[float], shift: float) -> torch.Tensor
 
 def _check_positions(positions: Sequence[float]) -> None:
     rule = "at least two numbers, strictly decreasing, the first at most 1, the last exactly 0"
-    decreasing = all(later < earlier for earlier, later in itertools.pairwise(positions))
-    if len(positions) < 2 or not decreasing or positions[0] > 1 or positions[-1] != 0:
+    if not falls_to_zero(positions):
         raise ScheduleError(f"base_schedule: {list(positions)} must be {rule}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 from engines.profile import PARTITION_OF, Partition
+from plugins.distilled import ArtifactTask
 from runtime.media.facts import Kind
 from runtime.media.limits import COUNT_IN_ALL, COUNTS
 from runtime.reference_kinds import INPUTS, MEDIA_KINDS
 from runtime.refusal import MISSING, RequestError
 
-Task = Literal["t2va", "fl2va", "ref2va"]
+Task = ArtifactTask
 
 TASKS: tuple[Task, ...] = get_args(Task)
 

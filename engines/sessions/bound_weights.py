@@ -72,8 +72,8 @@ class BoundWeights:
         with ExitStack() as held:
             for owner, bound_as in self._sources(graph, partition, adapter):
                 if group := self._groups.get((owner, bound_as)):
-                    held.callback(group.device.release, instance)
                     found |= self._acquired(group, owner, bound_as, instance)
+                    held.callback(group.device.release, instance)
             yield found
 
     def _sources(self, graph: str, partition: Partition, adapter: str | None) -> Iterator[tuple[str, str]]:

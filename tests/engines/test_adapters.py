@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -247,6 +247,17 @@ def test_a_second_build_does_nothing_and_another_adapter_only_what_is_its_own(
     assert not list((store / "weights").glob(f"*{offer.artifacts[1].distilled.name}.*"))
 
 
+def test_what_an_adapter_binds_requests_to_is_told_anew_when_it_alone_has_changed(
+    offer: Offer, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    store = shutil.copytree(stores["low_rank"], tmp_path / "store")
+    first, *others = offer.artifacts
+    schedule = first.distilled.schedule.model_copy(update={"video_shift": 7.0})
+    changed = replace(first, distilled=first.distilled.model_copy(update={"schedule": schedule}))
+    assert offer.build("low_rank", [changed, *others], store).built == ("manifest",)
+    assert EngineStore.open(store).manifest.adapters[first.distilled.name].distilled.schedule == schedule
+
+
 def test_unknown_adapters_and_those_of_another_partition_are_refused(
     offer: Offer, engines: dict[str, EngineSet]
 ) -> None:
@@ -270,9 +281,35 @@ def test_a_store_says_with_which_command_it_is_built_again(
         EngineStore.open(store)
 
 
-def test_a_build_is_resumed_with_the_adapters_that_it_was_begun_with(offer: Offer, stores: dict[str, Path]) -> None:
+def test_a_build_is_resumed_with_the_adapters_that_it_was_begun_with(
+    offer: Offer, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    def resume(store: Path, artifacts: list[Artifact]) -> BuildReport:
+        return build(offer.root / "checkpoint", offer.profile("low_rank"), store, resume=True, adapters=artifacts)
+
     with pytest.raises(BuildError, match=r"was begun with other adapters \(.*turbo.*\) than none; leave out --resume"):
-        build(offer.root / "checkpoint", offer.profile("low_rank"), stores["low_rank"], resume=True)
+        resume(stores["low_rank"], [])
+    first, *others = offer.artifacts
+    changed = replace(first, distilled=first.distilled.model_copy(update={"sha256": "0" * 64}))
+    with pytest.raises(BuildError, match=rf"\({first.path} of SHA-256 \w+, .*than {first.path} of SHA-256 0000"):
+        resume(stores["low_rank"], [changed, *others])
+    store = shutil.copytree(stores["low_rank"], tmp_path / "store")
+    moved = replace(first, path=tmp_path / first.path.name)
+    assert resume(store, [moved, *others]).built == ("manifest",)
+    assert EngineStore.open(store).manifest.adapters[first.distilled.name].path == str(moved.path)
+
+
+def test_an_adapter_that_changes_adaln_is_not_run_with_the_base_s_tables(
+    offer: Offer, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    store = shutil.copytree(stores["low_rank"], tmp_path / "store")
+    manifest = json.loads((store / "manifest.json").read_text())
+    (name, *_) = names(offer.artifacts)
+    assert not manifest["adapters"][name]["modulates"]
+    manifest["adapters"][name]["modulates"] = True
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=rf"tables\.fl2va\+{name}: is missing; {name} pins its schedule"):
+        EngineStore.open(store)
 
 
 @pytest.mark.parametrize("denoiser", ["resident", "swapped", 0, 1])

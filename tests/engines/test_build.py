@@ -19,6 +19,7 @@ from engines.sessions.engine_set import EngineSet
 from engines.steps import StepEvent, StepFailed
 from engines.store import LOCK, EngineStore, StoreError
 from export.checkpoint.hashes import write_sums
+from plugins.distilled import Distilled, PinnedSchedule
 from tests.engines import small_checkpoint
 from tests.engines.conftest import use_graphs
 from tests.engines.workshop import Workshop, write_profile
@@ -213,6 +214,18 @@ def test_a_partition_that_the_checkpoint_lacks_is_refused_before_anything_is_bui
         building.Checkpoint, "open", lambda path: small_checkpoint.SmallCheckpoint(path, partitions=("fl2va",))
     )
     with pytest.raises(BuildError, match=r"has no 'ref2va'; must be of \['fl2va'\]"):
+        workshop.build()
+
+
+def test_a_profile_without_a_partition_that_the_student_has_is_refused(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(workshop.profile, partitions='["fl2va"]')
+    schedule = PinnedSchedule(forwards=4, video_shift=12.0, audio_shift=3.0)
+    merged = Distilled(name="merged", family="merged", tasks=("ref2va",), schedule=schedule)
+    opened = small_checkpoint.SmallCheckpoint(workshop.checkpoint, partitions=("ref2va",), student=merged)
+    monkeypatch.setattr(building.Checkpoint, "open", lambda path: opened)
+    with pytest.raises(BuildError, match=r"partitions = \['fl2va'\]: .* no task of these; must be of \['ref2va'\]"):
         workshop.build()
 
 

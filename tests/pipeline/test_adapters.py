@@ -166,7 +166,6 @@ def test_a_request_with_an_adapter_is_that_of_changed_weights_in_diffusers(
 def test_one_after_another_each_request_is_what_it_is_alone(
     offering: dict[str, Pipeline], store: Path, artifacts: dict[str, Artifact], mode: str
 ) -> None:
-    """Case 7."""
     pipeline = offering[mode]
     first, second = (artifacts[name].distilled.name for name in (TURBO, FLASHGEN))
     alone = ours(Pipeline.open(store, stages=("encode", "denoise")), take(pipeline, num_inference_steps=2))
@@ -182,3 +181,5 @@ def test_only_what_changes_adaln_has_tables_of_its_own(
 ) -> None:
     for pipeline in offering.values():
         assert pipeline.manifest.tables.keys() == {f"fl2va+{artifacts[FLASHGEN].distilled.name}"}
+        changed = {name for name, record in pipeline.manifest.adapters.items() if record.modulates}
+        assert changed == {artifacts[FLASHGEN].distilled.name}

@@ -241,7 +241,7 @@ def test_a_store_with_damaged_or_foreign_tables_is_refused(own: Path) -> None:
     ("change", "told"),
     [
         (lambda tables: tables.clear(), r"tables\.fl2va: is missing; fasth3-v1 pins its schedule"),
-        (lambda tables: tables.update(other=tables["fl2va"]), r"tables\.other: is of no student or adapter"),
+        (lambda tables: tables.update(other=tables["fl2va"]), r"tables\.other: is of no student, and of no adapter"),
         (lambda tables: tables["fl2va"]["timesteps"].pop(), r"tables\.fl2va\.timesteps: 4 steps of 4 slots"),
         (lambda tables: tables["fl2va"]["head"].__setitem__(0, 1 << 40), r"tables\.fl2va\.head: \[4, 4, "),
         (lambda tables: tables["fl2va"]["blocks"][1].__setitem__(1, 1), r"tables\.fl2va\.blocks: \[4, 2, 12, "),

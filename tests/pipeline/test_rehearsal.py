@@ -73,7 +73,7 @@ def test_an_adapter_is_rehearsed_where_a_text_alone_can_choose_it(store: Path) -
     )
     references = turbo.model_copy(update={"name": "references", "tasks": ("ref2va",)})
     adapters = {
-        one.name: AdapterRecord(distilled=one, partition="fl2va", mode="low_rank", path="")
+        one.name: AdapterRecord(distilled=one, partition="fl2va", mode="low_rank", path="", modulates=False)
         for one in (turbo, references)
     }
     manifest = EngineStore.open(store).manifest.model_copy(update={"adapters": adapters})

@@ -69,6 +69,11 @@ def test_other_forwards_are_refused_with_its_own() -> None:
         plan(STUDENT, forwards=49)
 
 
+def test_a_profile_without_a_partition_of_its_tasks_is_refused() -> None:
+    with pytest.raises(PlanError, match="has no partition that the checkpoint has tasks of"):
+        plan(STUDENT.model_copy(update={"tasks": ("ref2va",)}))
+
+
 def test_the_plan_says_what_is_folded() -> None:
     told = json.loads(plan(STUDENT).to_json())
     assert (told["student"], told["folded"]) == ("fasth3-v1", ADALN + TIME)

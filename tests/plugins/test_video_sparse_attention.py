@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from plugins.distilled import VideoSparse
 from plugins.op import DOMAIN, DOMAIN_VERSION, ONNX_OPSET
 from plugins.ops.video_sparse_attention import OP, check, sparse
 from plugins.video_tiles import TILE, TileCounts, along, heads_together, kept_tiles, scratch_bytes
@@ -107,8 +109,9 @@ def test_fake_has_the_shape_dtype_and_strides_of_the_real_result(case: Case, dty
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
-def example(prefix: int = 1, kept: int = 1, seed: int = 0) -> Case:
-    tensors = tuple(torch.randn(1, 2, 20, WIDTH, dtype=torch.float64) for _ in range(4))
+def example(prefix: int = 1, kept: int = 1) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    tensors = tuple(torch.randn(1, 2, 20, WIDTH, dtype=torch.float64, generator=generator) for _ in range(4))
     return Case(tensors, [list(range(i, i + 4)) for i in range(0, 20, 4)], 4, prefix, kept, 0.25)
 
 
@@ -183,6 +186,12 @@ def test_counts_are_those_of_the_specification(
     assert (counts.video, counts.kept) == expected
     assert counts.prefix == 8 + 13
     assert counts.all == counts.prefix + np.prod(along(grid))
+
+
+@pytest.mark.parametrize("tile", [32, 128])
+def test_tiles_of_another_size_are_not_taken_for_these(tile: int) -> None:
+    with pytest.raises(ValidationError, match="tile"):
+        VideoSparse(tile=tile, sparsity=0.9)
 
 
 def test_kept_tiles_are_counted_in_the_number_as_it_is_written() -> None:
