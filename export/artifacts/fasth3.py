@@ -132,15 +132,15 @@ def _name(header: Header) -> str:
     plain = re.split(r"[@:]", student.lower())[0]
     if not plain.startswith("fastvideo/") or "fasth3" not in plain:
         raise CheckpointError(header.file, "__metadata__.finetuned_model", rule, repr(student)[:120])
-    steps = re.search(r"(\d+)-step", plain)
-    if steps and int(steps[1]) != len(RUNGS):
+    steps = re.search(r"([0-9]+)-step", plain)
+    if steps and steps[1] != str(len(RUNGS)):
         wanted = f"a student of {len(RUNGS)} steps"
         raise CheckpointError(header.file, "__metadata__.finetuned_model", wanted, repr(student)[:120])
     original = header.metadata.get("base_model", BASE_MODEL)
     if original.casefold() != BASE_MODEL.casefold():
         raise CheckpointError(header.file, "__metadata__.base_model", BASE_MODEL, repr(original)[:120])
-    short = plain.removeprefix("fastvideo/").removeprefix("fastvideo-")
-    return re.sub(r"[^a-z0-9._-]", "-", short)[:64]
+    short = re.sub(r"[^a-z0-9._-]", "-", plain.removeprefix("fastvideo/").removeprefix("fastvideo-"))
+    return short.lstrip("._-")[:64]
 
 
 def _check_counts(header: Header, modules: Mapping[str, Pieces]) -> None:
