@@ -13,6 +13,10 @@ Family = Literal["fasth3_v1", "fasth3_v2", "turbo", "flashgen", "merged"]
 ArtifactTask = Literal["t2va", "fl2va", "ref2va"]
 
 
+MOST_FORWARDS = 200
+"""Of a request, whatever the model."""
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -24,7 +28,7 @@ class PinnedSchedule(_Frozen):
     the released model's are. The shifts are those of the sigmas of both clocks.
     """
 
-    forwards: Annotated[int, Field(ge=1)]
+    forwards: Annotated[int, Field(ge=1, le=MOST_FORWARDS)]
     positions: Annotated[tuple[float, ...], Field(strict=False)] | None = None
     video_shift: Annotated[float, Field(gt=0)]
     audio_shift: Annotated[float, Field(gt=0)]

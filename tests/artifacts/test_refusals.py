@@ -78,6 +78,17 @@ FASTH3: dict[str, tuple[Change, str, str]] = {
     "another file name": (call("fasth3.safetensors"), "file name", "adapter_model.safetensors"),
     "another format": (say("format", "fastvideo-lora-v3"), "__metadata__", "fastvideo-lora-v2"),
     "rows in another order": (say("fc1_layout", "gate_up"), "fc1_layout", "orders of rows"),
+    "rows in another order, in capitals": (say("FC1_LAYOUT", "gate_up"), "FC1_LAYOUT", "orders of rows"),
+    "a name that begins with no letter": (
+        all_of(say("finetuned_model", "fastvideo/_fasth3"), drop(QUERY + B)),
+        QUERY,
+        "ends in lora_B",
+    ),
+    "a student of more steps than a number may have digits": (
+        say("finetuned_model", f"fastvideo/{'9' * 5000}-step-fasth3"),
+        "finetuned_model",
+        "of 4 steps",
+    ),
     "a dense adapter called sparse": (say("finetuned_model", f"{STUDENT}-VSA"), "finetuned_model", "with 0 gates"),
 }
 
@@ -133,6 +144,11 @@ TURBO: dict[str, tuple[Change, str, str]] = {
         "4 or 8 steps, found 5 steps",
     ),
     "a name that tells nothing": (call("turbo.safetensors"), "file name", "steps, tasks and shift"),
+    "a name too long to be a request's": (
+        call(f"minimax_h3_fl2v_turbo_4step_v{'1' * 100}.0.safetensors"),
+        "file name",
+        "steps, tasks and shift",
+    ),
     "names of the native layout": (say("key_format", "minimax-h3-native"), "file name", "flashgen"),
     "another format": (say("key_format", "kohya"), "key_format", "minimax-h3-diffusers"),
     "swapped halves": (say("ff_order", "gate;up"), "ff_order", "orders of rows"),
@@ -169,6 +185,11 @@ FLASHGEN: dict[str, tuple[Change, str, str]] = {
     "a schedule that does not end": (say("base_schedule", "1,0.7,0.4,0.15,0.1"), "base_schedule", "to 0"),
     "a schedule from above 1": (say("base_schedule", "2,0.7,0.4,0.15,0"), "base_schedule", "at most 1"),
     "a schedule with a hole": (say("base_schedule", "1,0.7,,0.15,0"), "base_schedule", "5 numbers"),
+    "a schedule whose end float32 cannot tell from 0": (
+        say("base_schedule", "1,0.7,0.4,5e-324,0"),
+        "base_schedule",
+        "share a float32 sigma",
+    ),
     "a schedule with NaN": (say("base_schedule", "1,nan,0.4,0.15,0"), "base_schedule", "5 numbers"),
     "a linear without a pair": (drop("blocks.1.mlp.fc2."), "blocks.1.mlp.fc2", "each of 19 modules"),
     "no AdaLN of the head": (drop("final_layer."), "final_layer.adaln_proj.linear", "each of 19 modules"),
