@@ -167,7 +167,8 @@ def _sparse(header: Header, name: str, patches: Mapping[str, Patch], base: Base)
 
 def _check_manifest(file: Path) -> None:
     """Sees that the bundle that the file came in, if it lies in one and says so, is of the same schedule."""
-    for manifest in (file.parent / MANIFEST, file.parent.parent / MANIFEST):
+    folder = file.absolute().parent
+    for manifest in (folder / MANIFEST, folder.parent / MANIFEST):
         sampling = read_object(manifest).get("sampling") if manifest.is_file() else None
         rungs = sampling.get("base_timesteps") if isinstance(sampling, dict) else None
         if rungs not in (None, list(RUNGS)):

@@ -48,6 +48,8 @@ def read_object(file: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable or too long, or is not such an object.
     """
     try:
+        if file.is_fifo() or file.is_char_device():  # they may have no end, or no beginning
+            raise CheckpointError(file, "file", "a JSON file", "a pipe or a device")
         with file.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -261,6 +262,11 @@ STUDENTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "transformer_blocks.2",
         "no such tensor",
     ),
+    "a transformer of more layers than there is memory for": (
+        lambda root: _edit(root / "transformer/config.json", lambda values: values.update(num_layers=10**12)),
+        "num_layers",
+        "less than or equal to 1000",
+    ),
     "no transformer": (lambda root: shutil.rmtree(root / "transformer"), "file", "a JSON file, found No such file"),
 }
 
@@ -319,10 +325,14 @@ def test_a_bundle_of_one_variant_is_that_one(artifacts: Path, checkpoint: Checkp
     assert open_artifact(root, checkpoint).path == root / "dense-datafree/adapter_model.safetensors"
 
 
-def test_a_bundle_of_another_schedule(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None) -> None:
+def test_a_bundle_of_another_schedule(
+    artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(shutil.copytree(artifacts / FOLDERS["fasth3_v1"], tmp_path / "bundle"))
     _edit(root / "adapter_manifest.json", lambda values: values["sampling"].update(base_timesteps=[999, 500]))
     refused(root / "dense-datafree", checkpoint, "sampling.base_timesteps", r"\[999, 749, 500, 250\]")
+    monkeypatch.chdir(root / "dense-datafree")
+    refused(Path(), checkpoint, "sampling.base_timesteps", r"\[999, 749, 500, 250\]")
 
 
 def test_a_folder_of_two_files(artifacts: Path, checkpoint: Checkpoint) -> None:
@@ -371,6 +381,15 @@ def test_a_contract_of_gigabytes_is_not_read(artifacts: Path, checkpoint: Checkp
     with (root / "fastvideo_inference.json").open("r+b") as opened:
         opened.truncate(1 << 40)
     refused(root, checkpoint, "contents", "at most 16777216 bytes, found 1099511627776 bytes")
+
+
+def test_a_contract_that_nobody_writes_is_not_waited_for(
+    artifacts: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    contract = _student(artifacts, tmp_path) / "fastvideo_inference.json"
+    contract.unlink()
+    os.mkfifo(contract)
+    refused(contract.parent, checkpoint, "file", "a JSON file, found a pipe")
 
 
 def test_a_file_of_no_family(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None) -> None:
