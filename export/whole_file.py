@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 import tempfile
@@ -47,7 +48,7 @@ def whole_file(path: Path, size: int, refusal: Callable[[str], Exception]) -> It
         return refusal(_no_space(path, size)) if error.errno == errno.ENOSPC else error
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{path.name}.*"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         left.unlink()
     if shutil.disk_usage(path.parent).free < size:
         raise refusal(_no_space(path, size))

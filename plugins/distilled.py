@@ -16,6 +16,10 @@ Family = Literal["fasth3_v1", "fasth3_v2", "turbo", "flashgen", "merged"]
 ArtifactTask = Literal["t2va", "fl2va", "ref2va"]
 
 
+MOST_FORWARDS = 200
+"""Of a request, whatever the model."""
+
+
 def falls_to_zero(positions: Sequence[float]) -> bool:
     """Whether base positions, two or more, fall strictly from at most 1 to exactly 0."""
     falling = all(later < earlier for earlier, later in itertools.pairwise(positions))
@@ -33,7 +37,7 @@ class PinnedSchedule(_Frozen):
     the released model's are. The shifts are those of the sigmas of both clocks.
     """
 
-    forwards: Annotated[int, Field(ge=1)]
+    forwards: Annotated[int, Field(ge=1, le=MOST_FORWARDS)]
     positions: Annotated[tuple[float, ...], Field(strict=False)] | None = None
     video_shift: Annotated[float, Field(gt=0)]
     audio_shift: Annotated[float, Field(gt=0)]

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from engines.quality import LOSSLESS, TIERS
 from plugins.dimensions import FRAMES_PER_SECOND
+from plugins.distilled import MOST_FORWARDS
 from plugins.shape import ASPECT_RATIOS, SECONDS_MAXIMUM, SECONDS_MINIMUM, SHORT_EDGE, SIDE_MULTIPLE
 from runtime.adapter_kind import AdapterName
 from runtime.geometry import KeyframeGeometry
@@ -44,8 +45,8 @@ PROMPT_CHARACTERS = 7_000
 TOKENS_MAXIMUM = 8_192
 """Tokens of a prompt, and so rows of text."""
 DEFAULT_FORWARDS = 49
-EVALUATIONS = Integer(1, 200, "evaluations")
-SIGMA_POINTS = Integer(2, 201, "sigma points")
+EVALUATIONS = Integer(1, MOST_FORWARDS, "evaluations")
+SIGMA_POINTS = Integer(2, MOST_FORWARDS + 1, "sigma points")
 PARAMETERS_BYTES = 64 * 1024
 """Of the parameters object, what `data:` URLs hold apart."""
 MEDIA_BYTES = 64 << 20

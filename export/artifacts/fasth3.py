@@ -132,15 +132,15 @@ def _name(header: Header) -> str:
     plain = re.split(r"[@:]", student.lower())[0]
     if not plain.startswith("fastvideo/") or "fasth3" not in plain:
         raise CheckpointError(header.file, "__metadata__.finetuned_model", rule, repr(student)[:120])
-    steps = re.search(r"(\d+)-step", plain)
-    if steps and int(steps[1]) != len(RUNGS):
+    steps = re.search(r"([0-9]+)-step", plain)
+    if steps and steps[1] != str(len(RUNGS)):
         wanted = f"a student of {len(RUNGS)} steps"
         raise CheckpointError(header.file, "__metadata__.finetuned_model", wanted, repr(student)[:120])
     original = header.metadata.get("base_model", BASE_MODEL)
     if original.casefold() != BASE_MODEL.casefold():
         raise CheckpointError(header.file, "__metadata__.base_model", BASE_MODEL, repr(original)[:120])
-    short = plain.removeprefix("fastvideo/").removeprefix("fastvideo-")
-    return re.sub(r"[^a-z0-9._-]", "-", short)[:64]
+    short = re.sub(r"[^a-z0-9._-]", "-", plain.removeprefix("fastvideo/").removeprefix("fastvideo-"))
+    return short.lstrip("._-")[:64]
 
 
 def _check_counts(header: Header, modules: Mapping[str, Pieces]) -> None:
@@ -167,7 +167,8 @@ def _sparse(header: Header, name: str, patches: Mapping[str, Patch], base: Base)
 
 def _check_manifest(file: Path) -> None:
     """Sees that the bundle that the file came in, if it lies in one and says so, is of the same schedule."""
-    for manifest in (file.parent / MANIFEST, file.parent.parent / MANIFEST):
+    folder = file.absolute().parent
+    for manifest in (folder / MANIFEST, folder.parent / MANIFEST):
         sampling = read_object(manifest).get("sampling") if manifest.is_file() else None
         rungs = sampling.get("base_timesteps") if isinstance(sampling, dict) else None
         if rungs not in (None, list(RUNGS)):

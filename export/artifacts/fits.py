@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from export.artifacts.artifact import Artifact, Patch
-from export.artifacts.base import Base
-from export.artifacts.fasth3_v2 import WholeStudent, check_sizes
+from export.artifacts.artifact import Artifact
+from export.artifacts.fasth3_v2 import WholeStudent
 from export.checkpoint import Checkpoint
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.tree import PARTITIONS, TASKS, PartitionName
@@ -17,11 +16,11 @@ def partition_of(distilled: Distilled) -> PartitionName:
 
 
 def check_fits(artifact: Artifact | WholeStudent, checkpoint: Checkpoint) -> None:
-    """Sees that a checkpoint has the transformer that an artifact is for, in its sizes, and is the plain base.
+    """Sees that a checkpoint, whose sizes an artifact was read against, has its partition and is the plain base.
 
     Raises:
-        CheckpointError: the partition is missing, a parameter is missing or of another shape, or the checkpoint has a
-            schedule of its own, or other shifts than the artifact was trained with.
+        CheckpointError: the partition is missing, or the checkpoint has a schedule of its own, or other shifts than
+            the artifact was trained with.
     """
     partition = partition_of(artifact.distilled)
     if partition not in checkpoint.partitions:
@@ -31,12 +30,6 @@ def check_fits(artifact: Artifact | WholeStudent, checkpoint: Checkpoint) -> Non
         wanted = "the released model; one that an artifact was made part of would be changed twice"
         raise CheckpointError(checkpoint.root, "schedule", wanted, f"that of {checkpoint.student.name}")
     _check_shifts(artifact.distilled, checkpoint)
-    base = Base.of(checkpoint)
-    if isinstance(artifact, WholeStudent):
-        check_sizes(artifact, base)
-        return
-    for name, patch in artifact.patches.items():
-        _check_patch(artifact, name, patch, base)
 
 
 def _check_shifts(distilled: Distilled, checkpoint: Checkpoint) -> None:
@@ -46,18 +39,3 @@ def _check_shifts(distilled: Distilled, checkpoint: Checkpoint) -> None:
     if distilled.family == "fasth3_v1" and trained != found:
         wanted = f"{trained[0]:g} and {trained[1]:g}, with which {distilled.name} was trained"
         raise CheckpointError(checkpoint.root, "sigma shifts", wanted, f"{found[0]:g} and {found[1]:g}")
-
-
-def _check_patch(artifact: Artifact, name: str, patch: Patch, base: Base) -> None:
-    declared = (base.gates if patch.injected is not None else base.parameters).get(name)
-    shape = _shape(patch)
-    if declared is None or declared.shape != shape:
-        wanted = "no such parameter" if declared is None else str(declared)
-        raise CheckpointError(artifact.path, name, f"what the checkpoint has: {wanted}", f"a change of {list(shape)}")
-
-
-def _shape(patch: Patch) -> tuple[int, ...]:
-    if patch.low_rank is not None:
-        return (patch.low_rank.up.shape[0], patch.low_rank.down.shape[1])
-    weight = patch.injected if patch.injected is not None else patch.difference
-    return () if weight is None else weight.shape

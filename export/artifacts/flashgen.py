@@ -13,6 +13,7 @@ from export.checkpoint.errors import CheckpointError
 from export.checkpoint.expressions import Stored
 from export.checkpoint.recipes import Recipe, expression, native_declarations
 from export.checkpoint.safetensors_file import Header
+from export.checkpoint.student import check_sigmas
 from plugins.distilled import Distilled, PinnedSchedule
 
 KEY_FORMAT = "minimax-h3-native"
@@ -48,6 +49,7 @@ def read_flashgen(header: Header, base: Base) -> Artifact:
     schedule = PinnedSchedule(
         forwards=FORWARDS, positions=positions, video_shift=base.video_shift, audio_shift=base.audio_shift
     )
+    check_sigmas(schedule, header.file, "__metadata__.base_schedule")
     name = FILE.removeprefix("minimax_h3_").removesuffix("_bf16.safetensors")
     distilled = Distilled(name=name, family="flashgen", tasks=("t2va",), schedule=schedule)
     return Artifact(header.file, distilled, patches, header.metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
@@ -30,13 +31,14 @@ def fuse(
     artifact, where they lie. It appears when it is complete.
 
     Raises:
-        FusionError: the artifact is one that requests choose, the checkpoint is no base, a result is not finite, or
-            the disk is full.
+        FusionError: the artifact is one that requests choose, the checkpoint is no base, either has changed since it
+            was opened, a result is not finite, or the disk is full.
         FileExistsError: the directory is not empty.
         CheckpointError: the artifact does not fit the checkpoint.
     """
     _check_fusable(artifact, checkpoint)
-    with _staged(directory.absolute()) as (scratch, final):
+    with _staged(directory.resolve()) as (scratch, final):
+        base = Base(path=_from(final, checkpoint.root), fingerprint=checkpoint.fingerprint, sample=checkpoint.sample)
         transformer: Fused | Whole
         sums: dict[Path, str] = {}
         if isinstance(artifact, WholeStudent):
@@ -45,13 +47,10 @@ def fuse(
             fusion = plan_fusion(artifact, checkpoint, PARTITION, scratch, "transformer")
             sums[fusion.path] = fusion.write(progress)
             transformer = Fused(kind="fused", file=fusion.path.name, bytes=fusion.size)
+        _check_unchanged(artifact, checkpoint)
         student = Student(
             schema_version=1,
-            base=Base(
-                path=_from(final, checkpoint.root),
-                fingerprint=checkpoint.fingerprint,
-                sample=checkpoint.sample,
-            ),
+            base=base,
             transformer=transformer,
             distilled=artifact.distilled,
         )
@@ -73,6 +72,15 @@ def _check_fusable(artifact: Artifact | WholeStudent, checkpoint: Checkpoint) ->
         raise FusionError(f"{checkpoint.root}: has the schedule of {checkpoint.student.name} already; name its base")
 
 
+def _check_unchanged(artifact: Artifact | WholeStudent, checkpoint: Checkpoint) -> None:
+    """Sees that what was read by offsets, for many minutes, is what was checked before. Raises FusionError."""
+    pin, now = artifact.distilled.sha256, Checkpoint.open(checkpoint.root)
+    if pin is not None and file_hash(artifact.path) != pin:
+        raise FusionError(f"{artifact.path}: has changed since it was opened; fuse it again when nothing writes to it")
+    if (now.fingerprint, now.sample) != (checkpoint.fingerprint, checkpoint.sample):
+        raise FusionError(f"{checkpoint.root}: has changed since it was opened; fuse again when nothing writes to it")
+
+
 def _from(directory: Path, place: Path) -> str:
     """The way from a student's directory to another; absolute where they share no more than the root."""
     place = place.resolve()
@@ -90,7 +98,7 @@ def _staged(directory: Path) -> Iterator[tuple[Path, Path]]:
         raise FileExistsError(f"{directory}: not empty; a student is written into a new or empty directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{directory.name}.fusing-"
-    for left in directory.parent.glob(f"{prefix}*"):
+    for left in directory.parent.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=prefix))
     try:

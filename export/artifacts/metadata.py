@@ -9,7 +9,7 @@ from itertools import pairwise
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.safetensors_file import Header
 
-_ORDERS = re.compile(r"(layout|order)$")
+_ORDERS = re.compile(r"(layout|order)$", re.IGNORECASE)
 
 
 def take(header: Header, key: str, rule: str) -> str:
@@ -33,7 +33,7 @@ def require(header: Header, key: str, wanted: str) -> None:
 def take_count(header: Header, key: str, rule: str = "a whole number") -> int:
     """A value that counts something. Raises CheckpointError."""
     value = take(header, key, rule)
-    if not re.fullmatch(r"\d{1,9}", value):
+    if not re.fullmatch(r"[0-9]{1,9}", value):
         raise CheckpointError(header.file, f"__metadata__.{key}", rule, repr(value)[:120])
     return int(value)
 
@@ -72,7 +72,7 @@ def take_positions(header: Header, key: str, count: int) -> tuple[float, ...]:
 
 def _number(text: str) -> float | None:
     """The finite number that a short text is."""
-    if not re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?\s*", text) or len(text) > 40:
+    if not re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?\s*", text, re.ASCII) or len(text) > 40:
         return None
     number = float(text)
     return number if math.isfinite(number) else None

@@ -19,7 +19,9 @@ RANK = 128
 STEPS = (4, 8)
 VIDEO_SHIFT_768P = 6.0
 
-_NAME = re.compile(r"minimax_h3_((fl2v|ref2v)_turbo_([0-9]+)step_v[0-9]+\.[0-9]+(_768p)?)(_bf16)?\.safetensors")
+_NAME = re.compile(
+    r"minimax_h3_((fl2v|ref2v)_turbo_([0-9]{1,3})step_v[0-9]{1,3}\.[0-9]{1,3}(_768p)?)(_bf16)?\.safetensors"
+)
 NAMES = "minimax_h3_<fl2v or ref2v>_turbo_<4 or 8>step_v<x.y>[_768p][_bf16].safetensors"
 """The only place where steps, tasks and shift are told."""
 

@@ -21,6 +21,7 @@ from export.checkpoint.student import (
     Fused,
     Student,
     Whole,
+    base_of,
     declared_student,
     is_student,
     place_of,
@@ -197,11 +198,7 @@ class _OpenedStudent(Checkpoint):
 
 
 def _open_base(root: Path, record: Student) -> Checkpoint:
-    file, place = root / STUDENT, place_of(root, record.base.path)
-    if not place.is_dir():
-        raise CheckpointError(file, "base.path", "the base checkpoint's directory", f"no such directory: {place}")
-    if is_student(place):
-        raise CheckpointError(file, "base.path", "a checkpoint that is no student itself", place)
+    file, place = root / STUDENT, base_of(root, record)
     base = Checkpoint.open(place)
     if base.student is not None:
         raise CheckpointError(file, "base.path", "the released model", f"one with a schedule of its own: {place}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LONGEST_KEY = 200
-"""Characters of a key that a message shows."""
+LONGEST_KEY, LONGEST_VALUE = 200, 1000
+"""Characters of a key, and of what was expected or found, that a message shows."""
 
 
 class CheckpointError(Exception):
@@ -19,10 +19,11 @@ class CheckpointError(Exception):
         self.key = key
         self.expected = str(expected)
         self.found = str(found)
-        super().__init__(f"{self.file}: {_shown(key)}: expected {expected}, found {found}")
+        file, wanted, got = (_shown(text, LONGEST_VALUE) for text in (str(file), self.expected, self.found))
+        super().__init__(f"{file}: {_shown(key, LONGEST_KEY)}: expected {wanted}, found {got}")
 
 
-def _shown(key: str) -> str:
-    """A key as a person can read it: files of strangers may have megabytes of control characters for a name."""
-    short = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
-    return short if short.isprintable() else ascii(short)
+def _shown(text: str, longest: int) -> str:
+    """A text as a person can read it: files of strangers may have megabytes of control characters for a name."""
+    short = text if len(text) <= longest else f"{text[:longest]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)

@@ -12,7 +12,7 @@ from export.checkpoint.components import audio_vae, denoiser, text_encoder, vide
 from export.checkpoint.components.processor import Pictures
 from export.checkpoint.safetensors_file import Declared
 from export.checkpoint.sizes import read_dimensions, student_dimensions
-from export.checkpoint.student import PARTITION, Fused, Whole, declared_student, is_student, place_of, read_student
+from export.checkpoint.student import PARTITION, Fused, Whole, base_of, declared_student, is_student, read_student
 from export.checkpoint.tree import COMPONENTS, Component, LayoutName, recognise
 from plugins.dimensions import Dimensions
 from plugins.distilled import Distilled
@@ -80,7 +80,7 @@ class Outline:
 
 def _student(root: Path) -> Outline:
     record = read_student(root)
-    base = Outline.read(place_of(root, record.base.path))
+    base = Outline.read(base_of(root, record))
     dimensions = student_dimensions(base.dimensions, record.distilled)
     return replace(
         base,

@@ -43,6 +43,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
+MOST_SIZES = 8
+"""Of a shape: no tensor of a model has more, and the product of many is a number that takes minutes to make."""
+
 SAMPLES = 256
 """Pieces of a file that `Header.sample` reads."""
 
@@ -145,8 +148,9 @@ def _tensor(file: Path, key: str, entry: Any, start: int) -> Stored:
 
 def _sizes(file: Path, key: str, field: str, value: Any) -> tuple[int, ...]:
     # bool is an int in Python, but not a size.
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
-        raise CheckpointError(file, key, f"{field}: a list of sizes", repr(value)[:80])
+    sizes = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    if not sizes or len(value) > MOST_SIZES:
+        raise CheckpointError(file, key, f"{field}: a list of at most {MOST_SIZES} sizes", repr(value)[:80])
     return tuple(value)
 
 

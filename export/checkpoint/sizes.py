@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,6 @@ def _shifts(tree: Tree, partition: str) -> tuple[float, float]:
 
 def _shift(values: Mapping[str, Any], key: str, file: Path) -> float:
     value = values.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(file, key, "a positive sigma shift", repr(value))
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(file, key, "a positive sigma shift", repr(value)[:80])
     return float(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ def parse_object(file: Path, part: str, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            counts = Counter(key for key, _ in pairs)
+            twice = next(key for key, count in counts.items() if count > 1)
             raise CheckpointError(file, twice, "one entry", f"the key twice in the {part}")
         return table
 
@@ -47,6 +48,8 @@ def read_object(file: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable or too long, or is not such an object.
     """
     try:
+        if file.is_fifo() or file.is_char_device():  # they may have no end, or no beginning
+            raise CheckpointError(file, "file", "a JSON file", "a pipe or a device")
         with file.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:

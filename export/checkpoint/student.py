@@ -17,12 +17,14 @@ from export.checkpoint.errors import CheckpointError
 from export.checkpoint.strict_json import read_object
 from export.checkpoint.tree import TASKS, Tree, native_declaration
 from plugins.distilled import Distilled, PinnedSchedule
+from plugins.schedule import Schedule, ScheduleError
 
 STUDENT = "student.json"
 PARTITION = "fl2va"
 """The only partition that students are made of."""
 
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Path = Annotated[str, Field(pattern=r"^[^\x00]+$")]
 
 
 class Base(Configuration):
@@ -31,7 +33,7 @@ class Base(Configuration):
     `sample` tells of its data, of which `fingerprint` says nothing: tensors that were fused are of these weights.
     """
 
-    path: Annotated[str, Field(min_length=1)]
+    path: _Path
     fingerprint: _Sha256
     sample: _Sha256
 
@@ -55,7 +57,7 @@ class Whole(Configuration):
     """A transformer of its own in the diffusers layout: its directory, from the student's on."""
 
     kind: Literal["whole"]
-    path: Annotated[str, Field(min_length=1)]
+    path: _Path
 
 
 class Student(Configuration):
@@ -74,6 +76,8 @@ class Student(Configuration):
             raise ValueError(f"a {self.transformer.kind} transformer of family {distilled.family}; must be of {kinds}")
         if distilled.tasks != ("t2va",):
             raise ValueError(f"tasks {list(distilled.tasks)}; a student's must be ['t2va']")
+        if self.transformer.kind == "whole" and not self.gates:
+            raise ValueError("a whole transformer of no sparse attention; it has gates, so video_sparse must be there")
         return self
 
     @property
@@ -94,12 +98,31 @@ def read_student(root: Path) -> Student:
         CheckpointError: it is missing, or not what it must be.
     """
     file = root / STUDENT
-    return parse(Student, read_object(file), file)
+    record = parse(Student, read_object(file), file)
+    check_sigmas(record.distilled.schedule, file, "distilled.schedule")
+    return record
 
 
 def place_of(root: Path, path: str) -> Path:
-    """A directory that student.json names."""
-    return (root.resolve() / path).resolve()
+    """A directory that student.json names. Raises CheckpointError."""
+    try:
+        return (root.resolve() / path).resolve()
+    except RuntimeError as error:  # a loop of symbolic links
+        raise CheckpointError(root / STUDENT, "path", "the path of a directory", f"{path}: {error}") from error
+
+
+def base_of(root: Path, record: Student) -> Path:
+    """The directory of a student's base.
+
+    Raises:
+        CheckpointError: it is not there, or is a student's itself.
+    """
+    file, place = root / STUDENT, place_of(root, record.base.path)
+    if not place.is_dir():
+        raise CheckpointError(file, "base.path", "the base checkpoint's directory", f"no such directory: {place}")
+    if is_student(place):
+        raise CheckpointError(file, "base.path", "a checkpoint that is no student itself", place)
+    return place
 
 
 def declared_student(tree: Tree) -> Distilled | None:
@@ -119,6 +142,20 @@ def declared_student(tree: Tree) -> Distilled | None:
         return None
     tasks = [task for each in (first, *others) if each for task in each.tasks]
     return first.model_copy(update={"tasks": tuple(dict.fromkeys(tasks))})
+
+
+def check_sigmas(schedule: PinnedSchedule, file: Path, key: str) -> None:
+    """Sees that a schedule, which is read from a file, can be run: no two of its sigmas are equal in float32.
+
+    Raises:
+        CheckpointError: some are; `key` is the schedule's place in the file.
+    """
+    try:
+        forwards = Schedule.pinned(schedule).forwards
+    except ScheduleError as error:
+        raise CheckpointError(file, key, "sigmas that differ in float32", error) from error
+    if forwards != schedule.forwards:
+        raise CheckpointError(file, key, f"{schedule.forwards} sigmas that differ in float32", forwards)
 
 
 def _index(folder: Path) -> Path:
@@ -141,8 +178,9 @@ def _declared(folder: Path, partition: str) -> Distilled | None:
         schedule = _schedule(positions, declaration.get("sigma_shift_scales"))
     except ValidationError as error:
         first = error.errors()[0]
-        key = "_minimax_h3.sigma_shift_scales" if first["loc"] else "_minimax_h3.base_schedule"
-        raise CheckpointError(file, key, first["msg"], repr(first["input"])[:80]) from error
+        key = "sigma_shift_scales" if "shift" in str(first["loc"]) else "base_schedule"
+        raise CheckpointError(file, f"_minimax_h3.{key}", first["msg"], repr(first["input"])[:80]) from error
+    check_sigmas(schedule, file, "_minimax_h3.base_schedule")
     return Distilled(name="merged", family="merged", tasks=tuple(tasks), schedule=schedule)
 
 

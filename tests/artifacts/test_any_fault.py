@@ -14,6 +14,8 @@ from export.checkpoint.safetensors_file import Declared, Header, read_header
 from export.miniature import FOLDERS
 from tests.artifacts.damage import Change, Contents, damaged, say
 
+MANY_STEPS = f"fastvideo/{'9' * 5000}-step-fasth3"
+STRANGE = ("nan", "inf", "-1", "0", "1e999", "64", "fastvideo/fasth3", "fastvideo/_fasth3", MANY_STEPS)
 ADAPTERS = ("fasth3_v1_dense", "fasth3_v1_vsa", "turbo_4step", "turbo_8step", "turbo_ref2v", "flashgen")
 
 
@@ -73,9 +75,7 @@ def test_metadata_of_any_text_are_read_or_refused(
 ) -> None:
     file = source(artifacts, name)
     key = data.draw(st.sampled_from(sorted(read_header(file).metadata)))
-    value = data.draw(
-        st.text(max_size=30) | st.sampled_from(["nan", "inf", "-1", "0", "1e999", "64", "fastvideo/fasth3"])
-    )
+    value = data.draw(st.text(max_size=30) | st.sampled_from(STRANGE))
     try:
         artifact = read_artifact(damaged(file, tmp_path, say(key, value)), Base.of(checkpoint))
     except CheckpointError:
@@ -121,3 +121,7 @@ def test_an_error_shows_strange_names_as_text() -> None:
     assert "\x1b" not in str(CheckpointError("f", "\x1b[2J", "x", "y"))
     assert len(str(CheckpointError("f", "k" * 10**6, "x", "y"))) < 300
     assert CheckpointError("f", "k" * 10**6, "x", "y").key == "k" * 10**6
+    told = CheckpointError("\x1b[2Jf", "k", "\x1b[2J" + "e" * 10**6, "f\u202e" * 10**6)
+    assert str(told).isprintable()
+    assert len(str(told)) < 8000
+    assert told.expected == "\x1b[2J" + "e" * 10**6

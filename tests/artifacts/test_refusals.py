@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,17 @@ FASTH3: dict[str, tuple[Change, str, str]] = {
     "another file name": (call("fasth3.safetensors"), "file name", "adapter_model.safetensors"),
     "another format": (say("format", "fastvideo-lora-v3"), "__metadata__", "fastvideo-lora-v2"),
     "rows in another order": (say("fc1_layout", "gate_up"), "fc1_layout", "orders of rows"),
+    "rows in another order, in capitals": (say("FC1_LAYOUT", "gate_up"), "FC1_LAYOUT", "orders of rows"),
+    "a name that begins with no letter": (
+        all_of(say("finetuned_model", "fastvideo/_fasth3"), drop(QUERY + B)),
+        QUERY,
+        "ends in lora_B",
+    ),
+    "a student of more steps than a number may have digits": (
+        say("finetuned_model", f"fastvideo/{'9' * 5000}-step-fasth3"),
+        "finetuned_model",
+        "of 4 steps",
+    ),
     "a dense adapter called sparse": (say("finetuned_model", f"{STUDENT}-VSA"), "finetuned_model", "with 0 gates"),
 }
 
@@ -133,6 +145,11 @@ TURBO: dict[str, tuple[Change, str, str]] = {
         "4 or 8 steps, found 5 steps",
     ),
     "a name that tells nothing": (call("turbo.safetensors"), "file name", "steps, tasks and shift"),
+    "a name too long to be a request's": (
+        call(f"minimax_h3_fl2v_turbo_4step_v{'1' * 100}.0.safetensors"),
+        "file name",
+        "steps, tasks and shift",
+    ),
     "names of the native layout": (say("key_format", "minimax-h3-native"), "file name", "flashgen"),
     "another format": (say("key_format", "kohya"), "key_format", "minimax-h3-diffusers"),
     "swapped halves": (say("ff_order", "gate;up"), "ff_order", "orders of rows"),
@@ -169,6 +186,11 @@ FLASHGEN: dict[str, tuple[Change, str, str]] = {
     "a schedule that does not end": (say("base_schedule", "1,0.7,0.4,0.15,0.1"), "base_schedule", "to 0"),
     "a schedule from above 1": (say("base_schedule", "2,0.7,0.4,0.15,0"), "base_schedule", "at most 1"),
     "a schedule with a hole": (say("base_schedule", "1,0.7,,0.15,0"), "base_schedule", "5 numbers"),
+    "a schedule whose end float32 cannot tell from 0": (
+        say("base_schedule", "1,0.7,0.4,5e-324,0"),
+        "base_schedule",
+        "share a float32 sigma",
+    ),
     "a schedule with NaN": (say("base_schedule", "1,nan,0.4,0.15,0"), "base_schedule", "5 numbers"),
     "a linear without a pair": (drop("blocks.1.mlp.fc2."), "blocks.1.mlp.fc2", "each of 19 modules"),
     "no AdaLN of the head": (drop("final_layer."), "final_layer.adaln_proj.linear", "each of 19 modules"),
@@ -240,6 +262,11 @@ STUDENTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "transformer_blocks.2",
         "no such tensor",
     ),
+    "a transformer of more layers than there is memory for": (
+        lambda root: _edit(root / "transformer/config.json", lambda values: values.update(num_layers=10**12)),
+        "num_layers",
+        "less than or equal to 1000",
+    ),
     "no transformer": (lambda root: shutil.rmtree(root / "transformer"), "file", "a JSON file, found No such file"),
 }
 
@@ -298,10 +325,14 @@ def test_a_bundle_of_one_variant_is_that_one(artifacts: Path, checkpoint: Checkp
     assert open_artifact(root, checkpoint).path == root / "dense-datafree/adapter_model.safetensors"
 
 
-def test_a_bundle_of_another_schedule(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None) -> None:
+def test_a_bundle_of_another_schedule(
+    artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(shutil.copytree(artifacts / FOLDERS["fasth3_v1"], tmp_path / "bundle"))
     _edit(root / "adapter_manifest.json", lambda values: values["sampling"].update(base_timesteps=[999, 500]))
     refused(root / "dense-datafree", checkpoint, "sampling.base_timesteps", r"\[999, 749, 500, 250\]")
+    monkeypatch.chdir(root / "dense-datafree")
+    refused(Path(), checkpoint, "sampling.base_timesteps", r"\[999, 749, 500, 250\]")
 
 
 def test_a_folder_of_two_files(artifacts: Path, checkpoint: Checkpoint) -> None:
@@ -350,6 +381,15 @@ def test_a_contract_of_gigabytes_is_not_read(artifacts: Path, checkpoint: Checkp
     with (root / "fastvideo_inference.json").open("r+b") as opened:
         opened.truncate(1 << 40)
     refused(root, checkpoint, "contents", "at most 16777216 bytes, found 1099511627776 bytes")
+
+
+def test_a_contract_that_nobody_writes_is_not_waited_for(
+    artifacts: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    contract = _student(artifacts, tmp_path) / "fastvideo_inference.json"
+    contract.unlink()
+    os.mkfifo(contract)
+    refused(contract.parent, checkpoint, "file", "a JSON file, found a pipe")
 
 
 def test_a_file_of_no_family(artifacts: Path, checkpoint: Checkpoint, tmp_path: Path, unread: None) -> None:

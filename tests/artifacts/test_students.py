@@ -202,6 +202,8 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
     "no base": ({"base": None}, "base: expected Field required, found nothing"),
     "a base elsewhere": ({"base__path": "../nowhere"}, "base.path: expected the base checkpoint's directory"),
     "a base that is a student": ({"base__path": "../native.fasth3_v1_dense"}, "no student itself"),
+    "a base at no path": ({"base__path": "a\0b"}, "base.path: expected String should match"),
+    "a base in a loop of links": ({"base__path": "../loop"}, "path: expected the path of a directory"),
     "another base": ({"base__path": "../diffusers"}, "base.fingerprint: expected .* as it was made from"),
     "a path for a file": ({"transformer__file": "../x.safetensors"}, "must be the name of a .safetensors file"),
     "a pickle": ({"transformer__file": "transformer.pt"}, "must be the name of a .safetensors file"),
@@ -213,6 +215,11 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
         {"distilled__schedule__positions": [0.9, 0.95, 0.5, 0.25, 0.0]},
         "distilled.schedule: expected Value error, positions .* must fall strictly",
     ),
+    "a schedule of very many steps": (
+        {"distilled__schedule__forwards": 10**30, "distilled__schedule__positions": None},
+        "distilled.schedule.forwards: expected Input should be less than or equal to 200",
+    ),
+    "a shift that leaves float32": ({"distilled__schedule__video_shift": 1e300}, "sigmas that differ in float32"),
     "a short schedule": ({"distilled__schedule__forwards": 3}, "5 positions for 3 forwards"),
     "an infinite shift": ({"distilled__schedule__video_shift": 1e999}, "Infinity is not a JSON number"),
     "a name": ({"distilled__name": "Fast H3"}, "distilled.name"),
@@ -227,10 +234,25 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
 def test_student_json_is_strict(rule: str, place: Path, copied: Callable[[str], Path]) -> None:
     changes, reason = RULES[rule]
     root = copied("native.fasth3_v1_dense")
+    (root.parent / "loop").symlink_to(root.parent / "loop")
     (root.parent / "native.fasth3_v1_dense.again").symlink_to(place / "native.fasth3_v1_dense")
     with pytest.raises(CheckpointError, match=reason) as caught:
         Checkpoint.open(edited(root, **changes))
     assert str(caught.value.file).startswith(str(root))
+
+
+def test_a_whole_transformer_has_gates(copied: Callable[[str], Path]) -> None:
+    """One without would be the base's own, of which nothing could tell the student apart."""
+    root = edited(copied("diffusers.fasth3_v2"), transformer__path="../diffusers/transformer")
+    with pytest.raises(CheckpointError, match="a whole transformer of no sparse attention"):
+        Checkpoint.open(edited(root, distilled__video_sparse=None))
+
+
+@pytest.mark.parametrize("read", [Checkpoint.open, Outline.read])
+def test_a_student_of_itself_is_refused(read: Callable[[Path], object], copied: Callable[[str], Path]) -> None:
+    root = edited(copied("native.fasth3_v1_dense"), base__path=".")
+    with pytest.raises(CheckpointError, match="no student itself"):
+        read(root)
 
 
 def test_gates_that_the_schedule_does_not_declare_are_refused(copied: Callable[[str], Path]) -> None:
@@ -347,6 +369,43 @@ def test_an_interrupted_fusion_leaves_nothing(place: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("changed", ["base", "artifact"])
+def test_what_changes_while_it_is_fused_makes_no_student(changed: str, place: Path, tmp_path: Path) -> None:
+    """Its tensors are read by the offsets, and trusted by the hash, that were there before."""
+    root = Path(shutil.copytree(place / "native", tmp_path / "native"))
+    base = Checkpoint.open(root)
+    artifact = open_artifact(root / ARTIFACTS / FOLDERS["fasth3_v1_dense"], base)
+    file = next(base.catalogue("denoiser").files.listing.parent.glob("*.safetensors"))
+
+    def change(key: str, written: int, size: int) -> None:
+        target = file if changed == "base" else artifact.path
+        with target.open("r+b") as opened:
+            opened.seek(target.stat().st_size // 2)  # where a sample has a piece
+            opened.write(b"\x80\x3f")
+
+    with pytest.raises(FusionError, match="has changed since it was opened"):
+        fuse(artifact, base, tmp_path / "student", change)
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+def test_only_a_student_s_own_remains_are_cleared_up(place: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(place / "native")
+    artifact = open_artifact(place / "native" / ARTIFACTS / FOLDERS["fasth3_v2"], base)
+    other = tmp_path / ".student.fusing-running"
+    other.mkdir()
+    fuse(artifact, base, tmp_path / "s*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".student.fusing-running", "s*"]
+
+
+def test_a_link_to_an_empty_directory_is_followed(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "student").symlink_to(tmp_path / "disk")
+    base = Checkpoint.open(place / "native")
+    artifact = open_artifact(place / "native" / ARTIFACTS / FOLDERS["fasth3_v2"], base)
+    made = fuse(artifact, base, tmp_path / "student")
+    assert made.fingerprint == Checkpoint.open(tmp_path / "disk").fingerprint
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -419,7 +478,10 @@ def test_a_merged_export_pins_its_schedule(root: Path, tmp_path: Path) -> None:
         ({"base_schedule": [0.0]}, "a list of numbers"),
         ({"tasks": ["ref2va"]}, r"_minimax_h3.tasks: expected some of \['t2va', 'fl2va'\]"),
         ({"tasks": []}, "_minimax_h3.tasks"),
+        ({"base_schedule": [1 - step / 999 for step in range(1000)]}, "base_schedule: expected .* equal to 200"),
+        ({"base_schedule": [1.0, 5e-324, 0.0]}, "share a float32 sigma"),
         ({"sigma_shift_scales": {"video": -1, "audio": 3}}, "sigma"),
+        ({"sigma_shift_scales": {"video": 10**400, "audio": 3}}, "a positive sigma shift"),
     ],
 )
 def test_a_merged_export_s_declaration_is_checked(

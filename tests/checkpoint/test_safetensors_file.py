@@ -121,6 +121,7 @@ FAULTS: dict[str, tuple[Callable[[Table], Table], str, str]] = {
     "unknown dtype": (change("a", dtype="F4"), "a", "'F4'"),
     "dtype of another type": (change("a", dtype=["F32"]), "a", "F32"),
     "negative size": (change("a", shape=[-2, -3]), "a", r"\[-2, -3\]"),
+    "many sizes": (change("a", shape=[2**62] * 300), "a", "at most 8 sizes"),
     "boolean size": (change("b", shape=[True, 4]), "b", "True"),
     "fractional size": (change("b", shape=[4.0]), "b", "4.0"),
     "offsets reversed": (change("b", data_offsets=[32, 24]), "b", r"\[32, 24\]"),

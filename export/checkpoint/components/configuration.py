@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 
 from export.checkpoint.errors import CheckpointError
 
@@ -18,6 +18,9 @@ class Configuration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+Layers = Annotated[int, Field(ge=1, le=1000)]
+"""How many there are of a kind: far more than any model has, too few to fill the memory with names of tensors."""
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 

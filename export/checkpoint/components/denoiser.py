@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from export.checkpoint.components.configuration import Configuration, Translation, require, take_size, translate
+from export.checkpoint.components.configuration import Configuration, Layers, Translation, require, take_size, translate
 from export.checkpoint.recipes import Projection, Recipe, Swapped, Whole
 from export.checkpoint.safetensors_file import Declared
 from plugins.dimensions import MODALITIES, DenoiserDimensions
@@ -23,8 +23,8 @@ class DenoiserConfig(Configuration):
     num_attention_heads: PositiveInt = 56
     attention_head_dim: PositiveInt = 128
     hidden_size: PositiveInt = 5376
-    num_layers: PositiveInt = 50
-    num_refiner_layers: PositiveInt = 2
+    num_layers: Layers = 50
+    num_refiner_layers: Layers = 2
     ffn_dim: PositiveInt = 14336
     in_channels: PositiveInt = 24
     audio_in_channels: PositiveInt = 32

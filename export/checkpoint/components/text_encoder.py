@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from export.checkpoint.components.configuration import parse
+from export.checkpoint.components.configuration import Layers, parse
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.safetensors_file import Declared
 from plugins.dimensions import TextEncoderDimensions, VisionDimensions
@@ -29,7 +29,7 @@ class TextConfig(_Open):
     """The keys of `text_config` that shapes and rotary tables depend on."""
 
     hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: Layers
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
     head_dim: PositiveInt
@@ -43,7 +43,7 @@ class TextConfig(_Open):
 class VisionConfig(_Open):
     """The keys of `vision_config` that shapes depend on."""
 
-    depth: PositiveInt
+    depth: Layers
     hidden_size: PositiveInt
     num_heads: PositiveInt
     intermediate_size: PositiveInt

@@ -13,6 +13,7 @@ from pydantic import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Va
 
 from export.checkpoint.components.configuration import (
     Configuration,
+    Layers,
     Translation,
     require,
     same_length,
@@ -35,13 +36,13 @@ class VideoVAEConfig(Configuration):
     out_channels: PositiveInt = 3
     latent_channels: PositiveInt = 24
     block_out_channels: tuple[PositiveInt, ...] = (128, 256, 256, 512, 512, 1024)
-    layers_per_block: PositiveInt = 2
+    layers_per_block: Layers = 2
     spatial_downsample_factors: tuple[PositiveInt, ...] = (2, 2, 2, 2, 1, 1)
     temporal_downsample_factors: tuple[PositiveInt, ...] = (1, 2, 2, 1, 1, 1)
     norm_num_groups: PositiveInt = 32
     norm_eps: PositiveFloat = 1e-6
     spatial_padding_mode: str = "reflect"
-    decoder_num_layers: PositiveInt = 36
+    decoder_num_layers: Layers = 36
     decoder_num_attention_heads: PositiveInt = 32
     decoder_attention_head_dim: PositiveInt = 64
     decoder_num_register_tokens: NonNegativeInt = 4
