@@ -24,10 +24,11 @@ def check(profile: Profile, model: Model, workload: Workload) -> None:
     if student is not None and workload.forwards != student.schedule.forwards:
         rule = f"{student.name} has exactly {student.schedule.forwards}"
         raise PlanError(f"forwards = {workload.forwards}: {rule}")
+    if student is not None and workload.adapters:
+        raise PlanError(f"adapters = {workload.adapters}: {student.name} is distilled itself, and takes none")
     missing = [partition for partition in profile.partitions if partition not in outline.partitions]
     if missing:
         raise PlanError(f"profile {profile.name}: partition {missing[0]} is not in the checkpoint; leave it out")
-    student = outline.student
     if student and student.video_sparse and profile.backend == "tensorrt_rtx":
         rule = f"{student.name} attends to video tiles alone, which this backend has no operation for"
         raise PlanError(f"profile {profile.name}: backend = 'tensorrt_rtx': {rule}; take a profile of another one")

@@ -8,7 +8,7 @@ import pytest
 
 from engines.plan import Plan, PlanError, Workload, make_plan, released_outline
 from engines.profile import Profile
-from plugins.distilled import Distilled, PinnedSchedule
+from plugins.distilled import Distilled, PinnedSchedule, VideoSparse
 
 SCHEDULE = PinnedSchedule(forwards=4, positions=(0.999, 0.749, 0.5, 0.25, 0.0), video_shift=12.0, audio_shift=3.0)
 STUDENT = Distilled(name="fasth3-v1", family="fasth3_v1", tasks=("t2va",), schedule=SCHEDULE)
@@ -67,6 +67,25 @@ def test_what_is_resident_is_less_by_just_that() -> None:
 def test_other_forwards_are_refused_with_its_own() -> None:
     with pytest.raises(PlanError, match="forwards = 49: fasth3-v1 has exactly 4"):
         plan(STUDENT, forwards=49)
+
+
+def test_adapters_beside_it_are_refused() -> None:
+    with pytest.raises(PlanError, match="adapters = 2: fasth3-v1 is distilled itself, and takes none"):
+        plan(STUDENT, adapters=2)
+
+
+def test_the_disk_holds_the_base_and_what_the_student_has_of_its_own() -> None:
+    gates = 50 * 7168 * 5376 * 2
+    one = Profile.load("h200").model_copy(update={"partitions": ("fl2va",)})
+    base = make_plan(one, released_outline(), Workload()).checkpoint
+    sparse = {"video_sparse": VideoSparse(sparsity=0.9)}
+    whole = sparse | {"family": "fasth3_v2"}
+    own = {
+        key: plan(STUDENT.model_copy(update=change)).checkpoint - base
+        for key, change in {"dense": {}, "vsa": sparse, "whole": whole}.items()
+    }
+    assert own["dense"] == pytest.approx(TRANSFORMER, abs=1e6)
+    assert own["vsa"] == own["whole"] == own["dense"] + gates
 
 
 def test_the_plan_says_what_is_folded() -> None:
