@@ -199,7 +199,8 @@ class _OpenedStudent(Checkpoint):
 def _open_base(root: Path, record: Student) -> Checkpoint:
     file, place = root / STUDENT, place_of(root, record.base.path)
     if not place.is_dir():
-        raise CheckpointError(file, "base.path", "the base checkpoint's directory", f"no such directory: {place}")
+        wanted = "the base checkpoint's directory; move it back there, or make the student again"
+        raise CheckpointError(file, "base.path", wanted, f"no such directory: {place}")
     if is_student(place):
         raise CheckpointError(file, "base.path", "a checkpoint that is no student itself", place)
     base = Checkpoint.open(place)
