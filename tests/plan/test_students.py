@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -78,12 +79,10 @@ def test_the_disk_holds_the_base_and_what_the_student_has_of_its_own() -> None:
     gates = 50 * 7168 * 5376 * 2
     one = Profile.load("h200").model_copy(update={"partitions": ("fl2va",)})
     base = make_plan(one, released_outline(), Workload()).checkpoint
-    sparse = {"video_sparse": VideoSparse(sparsity=0.9)}
-    whole = sparse | {"family": "fasth3_v2"}
-    own = {
-        key: plan(STUDENT.model_copy(update=change)).checkpoint - base
-        for key, change in {"dense": {}, "vsa": sparse, "whole": whole}.items()
-    }
+    sparse: dict[str, Any] = {"video_sparse": VideoSparse(sparsity=0.9)}
+    whole: dict[str, Any] = sparse | {"family": "fasth3_v2"}
+    kinds: dict[str, dict[str, Any]] = {"dense": {}, "vsa": sparse, "whole": whole}
+    own = {key: plan(STUDENT.model_copy(update=kind)).checkpoint - base for key, kind in kinds.items()}
     assert own["dense"] == pytest.approx(TRANSFORMER, abs=1e6)
     assert own["vsa"] == own["whole"] == own["dense"] + gates
 
