@@ -330,6 +330,8 @@ def _inspect_store(path: Path) -> None:
     console.line(f"checkpoint {manifest.checkpoint.root} ({manifest.checkpoint.layout})")
     if manifest.student is not None:
         _tell_folded(manifest, manifest.student)
+    for name, adapter in manifest.adapters.items():
+        console.line(f"adapter {_bound(name, adapter.distilled)}; {adapter.mode}, {adapter.path}")
     rows = [
         (name, str(engine.instances), str(len(engine.weights)), _difference(engine), f"{engine.tolerance:.1e}")
         for name, engine in manifest.graphs.items()
@@ -341,17 +343,23 @@ def _tell_folded(manifest: Manifest, student: Distilled) -> None:
     """The schedule of a store that has one, and the weights that it has been spared."""
     from engines.profile import component_of
 
-    schedule, folded = student.schedule, sum(manifest.tables[one].weights_bytes for one in manifest.partitions)
+    folded = sum(manifest.tables[one].weights_bytes for one in manifest.partitions)
     loop = manifest.bound_bytes([graph for graph in manifest.graphs if component_of(graph) == "denoiser"])
     context = manifest.bound_bytes(["context"])
-    console.line(
-        f"{student.name}: {', '.join(student.tasks)} in {schedule.forwards} forwards, shifts {schedule.video_shift:g} "
-        f"and {schedule.audio_shift:g}"
-    )
+    console.line(_bound(student.name, student))
     console.line(
         f"transformer: {amount(loop + context + folded)}, of which {amount(loop)} in every forward, "
         f"{amount(context)} once a request, and {amount(folded)} in the build alone, which made the "
         f"tables of its schedule of them"
+    )
+
+
+def _bound(name: str, distilled: Distilled) -> str:
+    """What a few-step model binds requests to."""
+    schedule = distilled.schedule
+    return (
+        f"{name}: {', '.join(distilled.tasks)} in {schedule.forwards} forwards, shifts {schedule.video_shift:g} and "
+        f"{schedule.audio_shift:g}"
     )
 
 

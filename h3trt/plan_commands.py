@@ -129,7 +129,7 @@ def _show(plan: Plan) -> None:
             f"alone, which makes {plan.tables / 1e9:.2f} GB of tables of them"
         )
     if work.adapters:
-        console.line(f"{work.adapters} adapters, {plan.adapter / 1e9:.2f} GB of weights each")
+        console.line(f"adapters: {work.adapters}, of {plan.adapter / 1e9:.2f} GB of weights each")
     if plan.seconds:
         console.line(f"at least {plan.seconds:.1f} s: what the device's rated figures allow, no measurement")
 

@@ -168,7 +168,7 @@ def generate(
         "quality": quality,
         "num_outputs_per_prompt": outputs,
         "deadline": deadline,
-        "lora": {"name": adapter} if adapter else None,
+        "lora": None if adapter is None else {"name": adapter},
     }
     media = attach(first, last, ref or [])
     request = _object(params) | media.params | {name: value for name, value in given.items() if value is not None}

@@ -66,7 +66,7 @@ class VideoSparse(_Frozen):
 
 
 class Distilled(_Frozen):
-    """One artifact. `name` is what requests and metrics call it; sha256 is that of its file, None where it has several.
+    """One artifact. `name` is what requests call it; sha256 is that of its file, None where it has several.
 
     video_sparse: what its attention is; None: as the released model's.
     """

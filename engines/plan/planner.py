@@ -15,6 +15,7 @@ from engines.plan.weights import Model
 from engines.profile import PARTITIONS, Profile
 from export.checkpoint.outline import Outline
 from export.checkpoint.sizes import student_dimensions
+from export.checkpoint.student import Fused, Whole
 from export.checkpoint.tree import COMPONENTS
 from export.miniature.sizes import PICTURES, RELEASED_IDS, released
 from plugins.distilled import Distilled
@@ -34,7 +35,12 @@ def released_outline(student: Distilled | None = None) -> Outline:
     if student is None:
         return outline
     dimensions = student_dimensions(outline.dimensions, student)
-    return replace(outline, dimensions=dimensions, student=student)
+    pinned = replace(outline, dimensions=dimensions, student=student)
+    if student.family == "fasth3_v2":
+        return replace(pinned, transformer=Whole(kind="whole", path="transformer"))
+    # All of the transformer but the norms of queries and keys, which are less than a megabyte.
+    size = sum(one.nbytes for one in pinned.parameters["denoiser"].values())
+    return replace(pinned, transformer=Fused(kind="fused", file="transformer.safetensors", bytes=size))
 
 
 def make_plan(profile: Profile, outline: Outline, workload: Workload) -> Plan:
@@ -92,8 +98,10 @@ def draft(profile: Profile, model: Model, workload: Workload) -> Plan:
 
 
 def _checkpoint_bytes(profile: Profile, outline: Outline) -> int:
-    """One transformer for each partition, the other components once."""
+    """One transformer for each partition, the other components once; the base's too, of which a student is made."""
     others = sum(outline.stored_bytes(component) for component in COMPONENTS if component != "denoiser")
+    if isinstance(outline.transformer, Whole):
+        others += replace(outline, student=None, transformer=None).stored_bytes("denoiser")
     return len(profile.partitions) * outline.stored_bytes("denoiser") + others
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from export.artifacts import fasth3
 from export.checkpoint.errors import CheckpointError
+from export.checkpoint.tree import CONTRACT
 
 SUFFIX = ".safetensors"
 
@@ -39,7 +40,8 @@ def _in_folder(folder: Path) -> Path:
         wanted = f"the path of one variant, such as {variants[0]}"
         raise CheckpointError(folder, "variant", wanted, f"several: {_names(variants)}")
     found = _names(sorted(folder.iterdir())) or "nothing"
-    raise CheckpointError(folder, "file", f"an adapter's {SUFFIX} file", found)
+    whole = f", or a whole student's {CONTRACT}" if (folder / "transformer").is_dir() else ""
+    raise CheckpointError(folder, "file", f"an adapter's {SUFFIX} file{whole}", found)
 
 
 def _names(paths: list[Path]) -> str:

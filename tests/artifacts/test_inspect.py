@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
@@ -84,3 +85,11 @@ def test_a_file_for_json_that_cannot_be_written_is_refused_first(artifacts: Path
     refused = run(artifacts / "missing", "--checkpoint", root, "--json", tmp_path)
     assert refused.exit_code == Exit.USAGE
     assert "is a directory" in refused.stderr
+
+
+def test_a_whole_student_without_its_contract(artifacts: Path, root: Path, tmp_path: Path) -> None:
+    student = shutil.copytree(artifacts / FOLDERS["fasth3_v2"], tmp_path / "student")
+    (student / "fastvideo_inference.json").unlink()
+    refused = run(student, "--checkpoint", root)
+    assert refused.exit_code == Exit.CHECKPOINT
+    assert "an adapter's .safetensors file, or a whole student's fastvideo_inference.json, found" in refused.stderr

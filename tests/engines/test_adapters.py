@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from engines import build as building
 from engines import switchable
@@ -31,6 +32,7 @@ from export.graphs.graph import Graph
 from export.miniature import write_miniature
 from export.miniature.artifacts import FOLDERS, write_artifacts
 from export.trace import BoundModule
+from h3trt.cli import app
 from tests.engines.conftest import use_graphs
 from tests.engines.fake_tensorrt import HostGpu
 from tests.engines.workshop import write_profile
@@ -232,6 +234,19 @@ def test_adapters_of_a_mode_share_the_engines_that_they_need(offer: Offer, store
     }
     assert merged.bindings[f"ref2va+{ref2v}"]["block"][0].keys() == merged.bindings["ref2va"]["block"][0].keys()
     assert low_rank.adapters[turbo8].distilled.schedule.forwards == 8
+
+
+def test_inspecting_a_store_tells_what_requests_may_choose(offer: Offer, stores: dict[str, Path]) -> None:
+    found = CliRunner().invoke(app, ["inspect", str(stores["low_rank"])], env={"COLUMNS": "400"})
+    assert found.exit_code == 0, found.output
+    turbo4, turbo8, ref2v = names(offer.artifacts)
+    told = [line.partition(";")[0] for line in found.output.splitlines() if line.startswith("adapter ")]
+    assert told == [
+        f"adapter {turbo4}: t2va, fl2va in 4 forwards, shifts 6 and 3",
+        f"adapter {turbo8}: t2va, fl2va in 8 forwards, shifts 12 and 3",
+        f"adapter {ref2v}: ref2va in 4 forwards, shifts 12 and 3",
+    ]
+    assert f"; low_rank, {offer.artifacts[0].path}" in found.output
 
 
 def test_a_second_build_does_nothing_and_another_adapter_only_what_is_its_own(

@@ -82,14 +82,13 @@ def merged(checkpoint: Checkpoint, taken: Taken, artifact: Artifact) -> Latents:
 
 def beside(checkpoint: Checkpoint, taken: Taken, artifact: Artifact) -> Latents:
     """diffusers over W + alpha / rank B A as a side of its own computes it: not rounded, but for AdaLN's."""
-    resolved, reference = taken.resolved, ReferencePipeline(checkpoint)
-    transformer: Any = reference._fl2va
-    parameters = dict(transformer.named_parameters())
-    for name, change in changes(artifact, checkpoint.dimensions.denoiser.heads).items():
-        value = parameters[name].data + change
-        modulates = "adaln" in name or "norm_out" in name
-        parameters[name].data = value.bfloat16().float() if modulates else value
-    found = reference.run(resolved, decode=False)
+    reference = ReferencePipeline(checkpoint, artifact)
+    base = dict(ReferencePipeline(checkpoint)._fl2va.named_parameters())
+    change = changes(artifact, checkpoint.dimensions.denoiser.heads)
+    for name, parameter in reference._fl2va.named_parameters():
+        if name in change and "adaln" not in name and "norm_out" not in name:
+            parameter.data = base[name].data + change[name]
+    found = reference.run(taken.resolved, decode=False)
     return found.video_latents, found.audio_latents.unsqueeze(0)
 
 

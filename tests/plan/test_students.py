@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from engines.plan import Plan, PlanError, Workload, make_plan, released_outline
 from engines.profile import Profile
-from plugins.distilled import Distilled, PinnedSchedule
+from plugins.distilled import Distilled, PinnedSchedule, VideoSparse
 
 SCHEDULE = PinnedSchedule(forwards=4, positions=(0.999, 0.749, 0.5, 0.25, 0.0), video_shift=12.0, audio_shift=3.0)
 STUDENT = Distilled(name="fasth3-v1", family="fasth3_v1", tasks=("t2va",), schedule=SCHEDULE)
@@ -69,9 +70,27 @@ def test_other_forwards_are_refused_with_its_own() -> None:
         plan(STUDENT, forwards=49)
 
 
+<<<<<<< HEAD
 def test_a_profile_without_a_partition_of_its_tasks_is_refused() -> None:
     with pytest.raises(PlanError, match="has no partition that the checkpoint has tasks of"):
         plan(STUDENT.model_copy(update={"tasks": ("ref2va",)}))
+=======
+def test_adapters_beside_it_are_refused() -> None:
+    with pytest.raises(PlanError, match="adapters = 2: fasth3-v1 is distilled itself, and takes none"):
+        plan(STUDENT, adapters=2)
+
+
+def test_the_disk_holds_the_base_and_what_the_student_has_of_its_own() -> None:
+    gates = 50 * 7168 * 5376 * 2
+    one = Profile.load("h200").model_copy(update={"partitions": ("fl2va",)})
+    base = make_plan(one, released_outline(), Workload()).checkpoint
+    sparse: dict[str, Any] = {"video_sparse": VideoSparse(sparsity=0.9)}
+    whole: dict[str, Any] = sparse | {"family": "fasth3_v2"}
+    kinds: dict[str, dict[str, Any]] = {"dense": {}, "vsa": sparse, "whole": whole}
+    own = {key: plan(STUDENT.model_copy(update=kind)).checkpoint - base for key, kind in kinds.items()}
+    assert own["dense"] == pytest.approx(TRANSFORMER, abs=1e6)
+    assert own["vsa"] == own["whole"] == own["dense"] + gates
+>>>>>>> wt-R3
 
 
 def test_the_plan_says_what_is_folded() -> None:
