@@ -24,13 +24,10 @@ def check(profile: Profile, model: Model, workload: Workload) -> None:
     if student is not None and workload.forwards != student.schedule.forwards:
         rule = f"{student.name} has exactly {student.schedule.forwards}"
         raise PlanError(f"forwards = {workload.forwards}: {rule}")
-<<<<<<< HEAD
     if not profile.partitions:
         raise PlanError(f"profile {profile.name}: has no partition that the checkpoint has tasks of; add one")
-=======
     if student is not None and workload.adapters:
         raise PlanError(f"adapters = {workload.adapters}: {student.name} is distilled itself, and takes none")
->>>>>>> wt-R3
     missing = [partition for partition in profile.partitions if partition not in outline.partitions]
     if missing:
         raise PlanError(f"profile {profile.name}: partition {missing[0]} is not in the checkpoint; leave it out")

@@ -198,16 +198,7 @@ class _OpenedStudent(Checkpoint):
 
 
 def _open_base(root: Path, record: Student) -> Checkpoint:
-<<<<<<< HEAD
     file, place = root / STUDENT, base_of(root, record)
-=======
-    file, place = root / STUDENT, place_of(root, record.base.path)
-    if not place.is_dir():
-        wanted = "the base checkpoint's directory; move it back there, or make the student again"
-        raise CheckpointError(file, "base.path", wanted, f"no such directory: {place}")
-    if is_student(place):
-        raise CheckpointError(file, "base.path", "a checkpoint that is no student itself", place)
->>>>>>> wt-R3
     base = Checkpoint.open(place)
     if base.student is not None:
         raise CheckpointError(file, "base.path", "the released model", f"one with a schedule of its own: {place}")

@@ -119,7 +119,8 @@ def base_of(root: Path, record: Student) -> Path:
     """
     file, place = root / STUDENT, place_of(root, record.base.path)
     if not place.is_dir():
-        raise CheckpointError(file, "base.path", "the base checkpoint's directory", f"no such directory: {place}")
+        wanted = "the base checkpoint's directory; move it back there, or make the student again"
+        raise CheckpointError(file, "base.path", wanted, f"no such directory: {place}")
     if is_student(place):
         raise CheckpointError(file, "base.path", "a checkpoint that is no student itself", place)
     return place

@@ -70,11 +70,11 @@ def test_other_forwards_are_refused_with_its_own() -> None:
         plan(STUDENT, forwards=49)
 
 
-<<<<<<< HEAD
 def test_a_profile_without_a_partition_of_its_tasks_is_refused() -> None:
     with pytest.raises(PlanError, match="has no partition that the checkpoint has tasks of"):
         plan(STUDENT.model_copy(update={"tasks": ("ref2va",)}))
-=======
+
+
 def test_adapters_beside_it_are_refused() -> None:
     with pytest.raises(PlanError, match="adapters = 2: fasth3-v1 is distilled itself, and takes none"):
         plan(STUDENT, adapters=2)
@@ -90,7 +90,6 @@ def test_the_disk_holds_the_base_and_what_the_student_has_of_its_own() -> None:
     own = {key: plan(STUDENT.model_copy(update=kind)).checkpoint - base for key, kind in kinds.items()}
     assert own["dense"] == pytest.approx(TRANSFORMER, abs=1e6)
     assert own["vsa"] == own["whole"] == own["dense"] + gates
->>>>>>> wt-R3
 
 
 def test_the_plan_says_what_is_folded() -> None:
