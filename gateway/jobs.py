@@ -69,6 +69,8 @@ class Jobs:
         self._reserved_bytes = 0
         self._mean_seconds = EXPECTED_SECONDS
         self.draining = False
+        # A job is stored and counted before draining begins, or refused: there is no between.
+        self._door = asyncio.Lock()
 
     async def recover(self) -> int:
         """Ends what a gateway before this one left unfinished, and clears up after it; the number of such jobs."""
@@ -92,8 +94,7 @@ class Jobs:
 
         attached: the job is to be cancelled when nobody waits for it any more, unless the key also came without this.
         """
-        if self.draining:
-            raise ApiError(Code.DRAINING, "the gateway is stopping and takes no new jobs", retry_after=30)
+        self._check_open()
         fingerprint = await asyncio.to_thread(asked.fingerprint)
         if key is not None and (known := await self._database(JobStore.known, owner, key)) is not None:
             return self._same(known, fingerprint, attached)
@@ -101,18 +102,24 @@ class Jobs:
             job_id = new_id()
             resolved = await self.dry_run(asked, job_id)
             job = queued(job_id, asked.prompt, SERVED_MODEL, resolved, int(self._clock.wall()))
-            try:
-                known = await self._database(JobStore.add, job, owner, key, fingerprint)
-            except sqlite3.Error as error:
-                raise ApiError(Code.STORAGE, f"the job cannot be stored: {error}", retry_after=60) from None
-            if known is not None:
-                return self._same(known, fingerprint, attached)
-            active = Active(job, asked, resolved, owner, attached, self._clock.monotonic())
-            self._active[job.id] = active
+            async with self._door:
+                self._check_open()
+                try:
+                    known = await self._database(JobStore.add, job, owner, key, fingerprint)
+                except sqlite3.Error as error:
+                    raise ApiError(Code.STORAGE, f"the job cannot be stored: {error}", retry_after=60) from None
+                if known is not None:
+                    return self._same(known, fingerprint, attached)
+                active = Active(job, asked, resolved, owner, attached, self._clock.monotonic())
+                self._active[job.id] = active
         self._metrics.accepted.inc()
         _log.info("accepted", request=job.id)
         self._dispatch()
         return self._seen(active)
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise ApiError(Code.DRAINING, "the gateway is stopping and takes no new jobs", retry_after=30)
 
     async def get(self, job_id: str, owner: str) -> VideoJob:
         """A job as it is now. Raises ApiError."""
@@ -164,9 +171,10 @@ class Jobs:
 
     async def drain(self, seconds: float) -> Drained:
         """Takes no more jobs and lets the accepted ones end within that time; those that do not are cancelled."""
-        self.draining = True
+        async with self._door:
+            self.draining = True
+            accepted = list(self._active.values())
         self._metrics.draining.set(1)
-        accepted = list(self._active.values())
         _log.info("draining", jobs=len(accepted))
         await _all_ended(accepted, seconds)
         cut = [one for one in accepted if not one.ended.is_set()]

@@ -81,7 +81,7 @@ def test_sigterm_under_load_ends_every_accepted_job_and_refuses_the_rest(url: st
     with GatewayProcess(url, tmp_path) as gateway:
         jobs = gateway.client.get("/v1/videos?limit=100").json()["data"]
     assert len(jobs) >= outcomes[200]
-    assert {job["status"] for job in jobs} == {"completed"}
+    assert [job["error"] for job in jobs if job["status"] != "completed"] == []
 
 
 def test_a_full_disk_fails_the_jobs_that_do_not_fit_and_no_others(url: str, small_disk: Path) -> None:

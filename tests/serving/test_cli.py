@@ -239,7 +239,7 @@ def test_an_error_of_a_build_or_of_its_engines_has_its_code(module: str, name: s
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(directory: Path, layout: str, seed: int) -> None:
+    def full(directory: Path, layout: str, seed: int, artifacts: bool) -> None:
         raise OSError(28, "No space left on device", str(directory / "model.safetensors"))
 
     monkeypatch.setattr("export.miniature.write_miniature", full)
