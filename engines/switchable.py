@@ -14,10 +14,10 @@ from export.artifacts.artifact import Artifact
 from export.artifacts.base import Base
 from export.artifacts.fits import partition_of
 from export.checkpoint import Checkpoint
-from export.checkpoint.expressions import Stored, Weight
+from export.checkpoint.expressions import Weight
 from export.graphs.graph import Graph
 from export.low_rank import largest_rank, low_rank_sides, modulation_sides, plan_low_rank
-from export.merged import merged_weights
+from export.merged import exchanged, merged_weights
 from export.passes.add_low_rank import add_low_rank
 from export.passes.quantise_linears import quantise_linears
 from export.schemes import PLAIN
@@ -123,8 +123,4 @@ def _merged(checkpoint: Checkpoint, profile: Profile, artifact: Artifact, weight
 
 def _over(graph: Graph, changed: Mapping[str, Weight]) -> Graph:
     """The graph with others in place of the stored tensors of some keys."""
-    return replace(graph, weights=tuple({n: _changed(w, changed) for n, w in each.items()} for each in graph.weights))
-
-
-def _changed(weight: Weight, changed: Mapping[str, Weight]) -> Weight:
-    return changed.get(weight.key, weight) if isinstance(weight, Stored) else weight
+    return replace(graph, weights=tuple(exchanged(each, changed) for each in graph.weights))

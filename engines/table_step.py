@@ -63,11 +63,8 @@ class TableWeights:
 
     def changed(self, weights: Mapping[str, Weight]) -> TableWeights:
         """The same with others in place of the stored tensors of some keys."""
-
-        def replaced(instance: Instance) -> Instance:
-            return {n: weights.get(w.key, w) if isinstance(w, Stored) else w for n, w in instance.items()}
-
-        return TableWeights(replaced(self.time), tuple(map(replaced, self.adaln)))
+        time, *adaln = (merged.exchanged(instance, weights) for instance in (self.time, *self.adaln))
+        return TableWeights(time, tuple(adaln))
 
     def structures(self, files: Sequence[Path]) -> list[dict[str, Any]]:
         """How each weight is made of tensors of those files, as JSON values."""

@@ -55,3 +55,8 @@ def merged_weights(checkpoint: Checkpoint, partition: str, sides: Mapping[str, L
         key: MergedWeight(stored[key].shape, stored[key].dtype, stored[key], tuple(patches), layout)
         for key, patches in changes.items()
     }
+
+
+def exchanged(weights: Mapping[str, Weight], changed: Mapping[str, Weight]) -> dict[str, Weight]:
+    """An instance's weights, by name, with others in place of the stored tensors of some keys."""
+    return {n: changed.get(w.key, w) if isinstance(w, Stored) else w for n, w in weights.items()}

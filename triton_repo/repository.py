@@ -69,8 +69,8 @@ FETCHERS = 4
 
 
 _SOURCES = {PREPARE: "prepare", ENCODE: "encode", DENOISE: "denoise", DECODE: "decode", STREAM: "stream"}
-# So heavy that what needs no device, as a dry run does, is never behind what waits for it.
-_DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),), weight=1 << 20)
+DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),), weight=1 << 20)
+"""Of models that take turns on the device: so heavy that what needs none, as a dry run, is never behind one of them."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ def model_configs(store: Path, manifest: Manifest, settings: RepositorySettings)
     prepare = InstanceGroup(FETCHERS if settings.media_hosts else 1)
     return (
         ModelConfig(PREPARE, REQUEST, (RESOLVED, TOKENS, TAGS, MEDIA), prepare, parameters=parameters),
-        ModelConfig(ENCODE, (RESOLVED, TOKENS, TAGS, MEDIA), encoded, _DEVICE, queue, parameters=parameters),
-        ModelConfig(DENOISE, conditions, latents, _DEVICE, queue, parameters=parameters),
+        ModelConfig(ENCODE, (RESOLVED, TOKENS, TAGS, MEDIA), encoded, DEVICE, queue, parameters=parameters),
+        ModelConfig(DENOISE, conditions, latents, DEVICE, queue, parameters=parameters),
         # No limits here: what arrives has been denoised, which is the work that a refusal would throw away.
-        ModelConfig(DECODE, (RESOLVED, *latents), (MP4,), _DEVICE, QueuePolicy(0), parameters=parameters),
+        ModelConfig(DECODE, (RESOLVED, *latents), (MP4,), DEVICE, QueuePolicy(0), parameters=parameters),
         ModelConfig(ENSEMBLE, REQUEST, (MP4, RESOLVED), steps=steps),
-        ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4, FRAGMENT), _DEVICE, queue, True, parameters),
+        ModelConfig(STREAM, REQUEST, (EVENT, RESOLVED, INDEX, MP4, FRAGMENT), DEVICE, queue, True, parameters),
     )
 
 

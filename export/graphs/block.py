@@ -61,11 +61,8 @@ AttendResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class Attend(nn.Module):
     """Attention over the whole sequence; has no weights."""
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, skip_threshold: torch.Tensor | None = None
-    ) -> AttendResult:
-        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]; dense, it takes no threshold."""
-        assert skip_threshold is None
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttendResult:
+        """Three of [S, heads, head_dim] to mixed values [S, heads * head_dim]."""
         return attend(query, key, value)
 
 
@@ -101,12 +98,15 @@ class Finish(nn.Module):
 
 
 class Block(nn.Module):
-    """Modulated attention and feed-forward with gated residuals (spec/model.md 2.2, step 3)."""
+    """Modulated attention and feed-forward with gated residuals (spec/model.md 2.2, step 3).
+
+    One that has a gate attends to the most relevant video tiles (spec/model.md 8.3).
+    """
 
     def __init__(self, dimensions: DenoiserDimensions, layout: BlockLayout, compute: torch.dtype) -> None:
         super().__init__()
         self.project = Project(dimensions, layout, compute)
-        self.attend = Attend()
+        self.attend = TileAttend() if layout.gated else Attend()
         self.finish = Finish(dimensions, layout, compute)
 
     def forward(
@@ -116,40 +116,17 @@ class Block(nn.Module):
         modulation_index: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        skip_threshold: torch.Tensor | None = None,
+        *attending: torch.Tensor,
     ) -> AttendResult:
         """Hidden [S, D] to hidden [S, D]; each row takes its shifts, scales and gates from its row of `modulation`.
 
-        Where attention counts the tiles that it leaves out, so does the block.
+        `attending`: what its attention takes beside the rows' heads, a threshold or tiles. Where attention counts the
+        tiles that it leaves out, so does the block.
         """
-        attended = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin), skip_threshold)
+        attended = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin), *attending)
         mixed, *skipped = attended if isinstance(attended, tuple) else (attended,)
         result: torch.Tensor = self.finish(hidden, mixed, modulation, modulation_index)
         return (result, skipped[0]) if skipped else result
-
-
-class TileBlock(nn.Module):
-    """A block whose attention is to the most relevant video tiles (spec/model.md 8.3)."""
-
-    def __init__(self, dimensions: DenoiserDimensions, layout: BlockLayout, compute: torch.dtype) -> None:
-        super().__init__()
-        self.project = Project(dimensions, layout, compute)
-        self.attend = TileAttend()
-        self.finish = Finish(dimensions, layout, compute)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        modulation: torch.Tensor,
-        modulation_index: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        *tiles: torch.Tensor,
-    ) -> torch.Tensor:
-        """Hidden [S, D] to hidden [S, D]; `tiles` as `TileAttend` takes them."""
-        mixed = self.attend(*self.project(hidden, modulation, modulation_index, cos, sin), *tiles)
-        result: torch.Tensor = self.finish(hidden, mixed, modulation, modulation_index)
-        return result
 
 
 def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tuple[Graph, ...]:
@@ -157,7 +134,7 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
     block = _Block(checkpoint, partition, compute)
     graph = Graph(
         name="block",
-        module=block.module(TileBlock if block.gated else Block),
+        module=block.module(Block),
         inputs=(*block.rows(ROWS), *block.angles(ROWS), *block.tiles()),
         outputs=(block.hidden(ROWS, "hidden_out"),),
         weights=tuple(_prefixed("project", p) | _prefixed("finish", f) for p, f in block.weights()),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from triton_repo import pbtxt
-from triton_repo.config import EnsembleStep, InstanceGroup, ModelConfig, QueuePolicy, Resource
+from triton_repo.config import EnsembleStep, InstanceGroup, ModelConfig, QueuePolicy
 from triton_repo.names import ENSEMBLE, PREPARE, STREAM
-from triton_repo.repository import EVENT, INDEX, MP4, PARAMS, PROMPT, RESOLVED, RepositorySettings
+from triton_repo.repository import DEVICE, EVENT, INDEX, MP4, PARAMS, PROMPT, RESOLVED, RepositorySettings
 
 QUEUE = QueuePolicy(2, 60_000_000)
-DEVICE = InstanceGroup(resources=(Resource("H3_DEVICE"),), weight=1 << 20)
 
 
 def toy_configs(store: Path, state: Path | None = None) -> list[tuple[ModelConfig, str | None]]:
