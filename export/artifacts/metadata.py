@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import pairwise
 
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.safetensors_file import Header
+from plugins.distilled import falls_to_zero
 
 _ORDERS = re.compile(r"(layout|order)$", re.IGNORECASE)
 
@@ -64,8 +64,7 @@ def take_positions(header: Header, key: str, count: int) -> tuple[float, ...]:
     value = take(header, key, rule)
     numbers = tuple(_number(part) for part in value.split(",")[: count + 1])
     positions = tuple(number for number in numbers if number is not None)
-    falling = all(first > second for first, second in pairwise(positions))
-    if len(numbers) != count or len(positions) != count or not falling or positions[0] > 1 or positions[-1] != 0:
+    if len(numbers) != count or len(positions) != count or not falls_to_zero(positions):
         raise CheckpointError(header.file, f"__metadata__.{key}", rule, repr(value)[:120])
     return positions
 
