@@ -1,0 +1,100 @@
+"""What the ranks of one group do together: exchange rows for heads and back, gather rows, and add up.
+
+A sequence-parallel group holds the packed sequence in equal runs of rows, the last of which end in padding. Attention
+wants all rows of some heads, so rows are exchanged for heads before it and heads for rows behind it. Padding rows never
+leave their rank: what attention reads has the sequence's rows and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+# Its name since torch 2.13, where the older one is deprecated.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Group(Protocol):
+    """One rank's part in its group. Every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
+        """Rows of all heads [n, H, d], of every rank, to all `rows` of this rank's heads [rows, H / size, d] each.
+
+        n is the same on every rank, and at least rows / size. All parts have one shape and dtype.
+        """
+
+    def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
+        """All rows of this rank's heads [rows, H / size, d] to this rank's rows of all heads [local_rows, H, d].
+
+        Rows that the sequence does not have are zeros.
+        """
+
+    def gather_rows(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        """Every rank's rows [n, ...] to all of them [rows, ...], on every rank."""
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's float32 tensor of one shape, bit-equal on every rank."""
+
+
+class ProcessGroup:
+    """A group over torch's collectives, whatever they run on: gloo between CPU processes, NCCL between GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
+        """All `rows` of this rank's heads, [rows, H / size, d] each."""
+        # To each rank: of each part, its heads of all rows here.
+        sent = torch.stack([part.unflatten(1, (self.size, -1)).movedim(1, 0) for part in parts], dim=1)
+        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, sent.contiguous(), group=self._group)
+        return tuple(part.flatten(0, 1)[:rows] for part in received.movedim(1, 0))
+
+    def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
+        """This rank's rows of all heads, [local_rows, H, d]."""
+        padding = part.new_zeros(local_rows * self.size - len(part), *part.shape[1:])
+        sent = torch.cat([part, padding])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received.unflatten(0, (self.size, -1)).movedim(0, 1).flatten(1, 2)
+
+    def gather_rows(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        """All rows of every rank, [rows, ...]."""
+        gathered = part.new_empty(len(part) * self.size, *part.shape[1:])
+        _gather(gathered, part.contiguous(), group=self._group)
+        return gathered[:rows]
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks."""
+        # Added here in the order of the ranks: every rank adds the same numbers in the same order.
+        gathered = self.gather_rows(part.unsqueeze(0), self.size)
+        return gathered.sum(0)
+
+
+_OPEN: list[Group] = []
+
+
+def handle_of(group: Group) -> int:
+    """A number that an engine's input can carry, by which an op finds the group; it lasts as long as the process."""
+    if group not in _OPEN:
+        _OPEN.append(group)
+    return _OPEN.index(group)
+
+
+def group_of(handle: int) -> Group:
+    """The group of a handle. Raises LookupError for a number that is none."""
+    if not 0 <= handle < len(_OPEN):
+        raise LookupError(f"group {handle}: no group of ranks has this handle in this process; there are {len(_OPEN)}")
+    return _OPEN[handle]
