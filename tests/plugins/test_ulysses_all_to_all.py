@@ -116,8 +116,7 @@ def on_all_ranks(op: Op, ranks: int, inputs: Callable[[int], dict[str, np.ndarra
     def run(rank: int) -> list[np.ndarray]:
         given = inputs(rank)
         evaluator = ReferenceEvaluator(model(op, ranks, given, functions=False), new_ops=[exchange.operator(rank)])
-        found: list[np.ndarray] = evaluator.run(None, given)
-        return found
+        return list(evaluator.run(None, given))
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(run, range(ranks)))

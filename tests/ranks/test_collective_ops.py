@@ -26,8 +26,9 @@ def whole(rows: int, part: int) -> torch.Tensor:
 def exchange(rank: int, size: int) -> Mapping[str, torch.Tensor]:
     """What each op gives this rank: in the group of all, and in the half that it belongs to."""
     halves = [dist.new_group([first, first + 1]) for first in (0, 2)]
-    groups = {"all": ProcessGroup(dist.group.WORLD), "half": ProcessGroup(halves[rank // 2])}
-    found = {}
+    everybody = dist.new_group(range(size))
+    groups = {"all": ProcessGroup(everybody), "half": ProcessGroup(halves[rank // 2])}
+    found: dict[str, torch.Tensor] = {}
     for name, group in groups.items():
         handle = torch.tensor([handle_of(group)])
         for rows in ROW_COUNTS:
