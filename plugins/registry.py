@@ -5,6 +5,7 @@ from __future__ import annotations
 from plugins.op import Op
 from plugins.ops import (
     alias_free_snake,
+    all_reduce,
     attention,
     dense_attention,
     fp8_linear,
@@ -23,6 +24,7 @@ from plugins.ops import (
 
 REGISTRY: tuple[Op, ...] = (
     alias_free_snake.OP,
+    all_reduce.OP,
     attention.OP,
     dense_attention.OP,
     fp8_linear.OP,
