@@ -18,17 +18,15 @@ def optimisation_profiles(
 
     `shapes[axis]` lists the upper ends of the ranges, ascending; an axis that it does not name has one range. Range k
     begins one legal size above the end of range k - 1, and its end is also what TensorRT optimises for. Ends are cut to
-    the axis' own sizes and to its multiple. An axis that follows it has ranges of as many, which meet at their ends.
+    the axis' own sizes and to its multiple. An axis that follows it is cut into ranges as it is.
     """
     ends = {name: _ends(axis, shapes.get(name, (axis.maximum,))) for name, axis in axes.items()}
     if not axes:
         return ()
-    driving = max(axes, key=lambda name: len(ends[name]))
+    driving = max((name for name in axes if axes[name].follows not in axes), key=lambda name: len(ends[name]))
     found = {name: [_range(axes[name].minimum, ends[name][-1])] * len(ends[driving]) for name in axes}
-    found[driving] = _ranges(axes[driving], ends[driving], axes[driving].multiple)
-    for name, axis in axes.items():
-        if axis.follows == driving and len(ends[name]) == len(ends[driving]):
-            found[name] = _ranges(axis, ends[name], 0)
+    moving = [name for name in axes if driving in (name, axes[name].follows)]
+    found |= {name: _ranges(axes[name], ends[name]) for name in moving if len(ends[name]) == len(ends[driving])}
     return tuple(dict(zip(found, each, strict=True)) for each in zip(*found.values(), strict=True))
 
 
@@ -38,9 +36,9 @@ def _ends(axis: Axis, wanted: tuple[int, ...]) -> list[int]:
     return sorted({max(end, axis.minimum) for end in cut})
 
 
-def _ranges(axis: Axis, ends: Sequence[int], gap: int) -> list[AxisRange]:
-    """From one end to the next; `gap` is between the end of a range and the start of the one behind it."""
-    starts = [axis.minimum, *(end + gap for end in ends[:-1])]
+def _ranges(axis: Axis, ends: Sequence[int]) -> list[AxisRange]:
+    """From the smallest size, and from one legal size above each end, to the next end."""
+    starts = [axis.minimum, *(end + axis.multiple for end in ends[:-1])]
     return [_range(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
