@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from plugins.ranks import GROUP
+from plugins.exchanges import GROUP
 
 if TYPE_CHECKING:
     import onnx
@@ -133,6 +133,8 @@ class Op:
         self, device: str, capability: tuple[int, int] = (0, 0)
     ) -> Callable[..., torch.Tensor] | None:
         """The implementation for a device, where a compiler can look into it; None for one that it must call."""
+        if self.exchanges:
+            return None  # no graph holds what other ranks do
         if self.fused:
             return self.reference
         opaque = {f.function for f in self.fast if not f.plain}
