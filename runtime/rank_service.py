@@ -13,15 +13,17 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from engines.profile import Ranks
 from engines.store import EngineStore
 from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation, Event
 from runtime.frames import Frame
 from runtime.intake import Taken
-from runtime.peers import Peers
+from runtime.peers import GLOO, Peers
 from runtime.pipeline import STAGES, Encoded, Pipeline, PipelineStage, Progress
 from runtime.rank_worker import Send
+
+NCCL = "nccl"
+"""Torch's collectives between GPUs."""
 
 ENCODED = ("text", "tags", "condition_video", "condition_audio")
 LATENTS = ("video", "audio")
@@ -39,13 +41,6 @@ def unpacked(names: Sequence[str], part: bytes) -> list[torch.Tensor]:
     """The inverse, in the order of the names. Raises KeyError for one that is missing."""
     found = safetensors.torch.load(part)
     return [found[name] for name in names]
-
-
-def shared_ranks(ranks: Ranks, stages: Collection[PipelineStage]) -> Ranks:
-    """A profile's ranks for a group that serves some of the stages: 1 for what belongs to others."""
-    fields = {"encode": ("text_encoder",), "denoise": ("ulysses",), "decode": ("video_tiles",)}
-    shared = {name for stage in stages for name in fields[stage]}
-    return ranks.model_copy(update={name: 1 for name, _ in ranks if name not in shared})
 
 
 class PipelineService:
@@ -69,7 +64,8 @@ class PipelineService:
         chosen: list[PipelineStage] = [stage for stage in STAGES if stage in stages]
         opened = EngineStore.open(store)
         cache = ConditionCache(condition_cache)
-        peers = Peers.join(shared_ranks(opened.manifest.profile.ranks, chosen))
+        profile = opened.manifest.profile
+        peers = Peers.join(profile.ranks.serving(chosen), backend=NCCL if profile.on_gpu else GLOO)
         pipeline = Pipeline.open(store, chosen, cache=cache, peers=peers)
         pipeline.warm()
         return cls(pipeline, cache)

@@ -36,6 +36,9 @@ BEAT_SECONDS = 0.5
 MEETING_SECONDS = 600.0
 """How long ranks wait for the others, which may be started later on other machines."""
 
+_ROOT = Path(__file__).parent.parent
+_PACKAGES = ("engines", "plugins", "runtime")
+
 _EXCHANGES = ("plugins/ranks.py", "runtime/peers.py")
 """Who is in one of these waits for other ranks."""
 
@@ -109,18 +112,16 @@ class Link:
 
 
 def where(frame: FrameType | None) -> tuple[str, bool]:
-    """The place in this project that a thread is at, as FILE:LINE FUNCTION, and whether it waits for other ranks."""
-    root = Path(__file__).parent.parent
-    innermost = ""
+    """The place in this project that a thread is at, as FILE:LINE FUNCTION, and whether it waits for other ranks there.
+
+    frame: the thread's innermost.
+    """
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(root):
-            name = str(path.relative_to(root))
-            innermost = innermost or f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
-            if name in _EXCHANGES:
-                return innermost, True
+        if path.is_relative_to(_ROOT) and (name := path.relative_to(_ROOT)).parts[0] in _PACKAGES:
+            return f"{name}:{frame.f_lineno} {frame.f_code.co_name}", str(name) in _EXCHANGES
         frame = frame.f_back
-    return innermost, False
+    return "", False
 
 
 def work(place: Place, open_service: Open) -> None:

@@ -5,7 +5,8 @@ Requests are taken in here; what is left of them goes to the ranks as commands (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engines import machine
 from engines.store import EngineStore, Manifest
 from runtime.condition_cache import CacheCounts, ConditionCache
 from runtime.events import Cancellation, Cancelled, Event
@@ -23,10 +23,11 @@ from runtime.intake import Files, Intake, Taken
 from runtime.media.source import MediaPolicy
 from runtime.pipeline import STAGES, Encoded, Latents, Pieces, Pipeline, PipelineStage, Progress
 from runtime.rank_place import Meeting
-from runtime.rank_service import ENCODED, LATENTS, TOKENS, packed, shared_ranks, unpacked
-from runtime.ranks import GroupSettings, RankGroup
+from runtime.rank_service import ENCODED, LATENTS, TOKENS, packed, unpacked
+from runtime.ranks import DEFAULT_STALL_SECONDS, GroupSettings, RankGroup
 from runtime.refusal import MISSING, RequestError
 from runtime.request import Resolved
+from runtime.text import Tokenizer
 
 
 @dataclass
@@ -161,16 +162,52 @@ def open_pipeline(
     stages: Collection[PipelineStage] = STAGES,
     condition_cache: int = 0,
     policy: MediaPolicy | None = None,
-    told: Any = None,
+    stall: float = DEFAULT_STALL_SECONDS,
+    told: Callable[[str], None] = lambda text: None,
 ) -> AnyPipeline:
-    """Opens the engines of `stages`: in this process, or in a group of ranks where the profile shares a stage.
+    """Opens the engines of `stages`: in this process, or in a group of ranks where the profile shares one of them.
 
-    condition_cache: bytes of encoded prompts and references that are kept. told: hears of ranks that are lost and
-    started again. Raises StoreError, and GroupError and RankLost when the ranks do not start.
+    condition_cache: bytes of encoded prompts and references that are kept. stall: seconds after which ranks that do not
+    move are lost. told: hears of ranks that are lost and started again, in a thread of the group. Raises StoreError,
+    and GroupError and RankLost when the ranks do not start.
     """
     opened = EngineStore.open(store)
     profile = opened.manifest.profile
-    size = max(count for _, count in shared_ranks(profile.ranks, stages))
+    size = profile.ranks.serving(stages).processes
     if size == 1:
-        return Pipeline.open(store, stages, cache=ConditionCache(condition_cache), policy=policy)
-    ...
+        return Pipeline.open(opened.root, stages, ConditionCache(condition_cache), policy)
+    intake = Intake(opened.manifest, Tokenizer(opened.tokenizer_file), policy)
+    settings = GroupSettings(
+        program=_program(opened.root, stages, condition_cache),
+        size=size,
+        meeting=Meeting.of(os.environ, _port_offset(stages)),
+        threads=0 if profile.on_gpu else profile.thread_count(),
+        stall=stall,
+    )
+    return RankedPipeline(intake, RankGroup(settings, told).start())
+
+
+def _program(store: Path, stages: Collection[PipelineStage], condition_cache: int) -> tuple[str, ...]:
+    chosen = ",".join(stage for stage in STAGES if stage in stages)
+    options = ("--store", str(store.resolve()), "--stages", chosen, "--condition-cache", str(condition_cache))
+    return ("-m", "runtime.rank_worker", *options)
+
+
+def _port_offset(stages: Collection[PipelineStage]) -> int:
+    """A port of its own for each of a server's groups: that of all stages, and behind it those of one."""
+    return 0 if len(stages) > 1 else 1 + STAGES.index(next(iter(stages)))
+
+
+def _parts(taken: Taken) -> list[bytes]:
+    tokens = [torch.from_numpy(array) for array in (taken.presented.token_ids, taken.presented.tags)]
+    return [packed(TOKENS, tokens), *taken.media]
+
+
+def _raise(header: Mapping[str, Any]) -> None:
+    """Raises what a command has ended with, if that is not well."""
+    if header.get("end") == "cancelled":
+        raise Cancelled(header["text"])
+    if header.get("end") == "refused":
+        nearest = header["nearest"]
+        value = MISSING if header["missing"] else header["value"]
+        raise RequestError(header["field"], value, header["rule"], tuple(nearest) if type(nearest) is list else nearest)
