@@ -17,6 +17,13 @@ import torch.distributed as dist
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+GROUP = "group"
+"""Input of graphs that exchange between ranks: the handle of their group, int64 [1], which stays on the host."""
+
+SEQUENCE = "sequence"
+"""Another: int64 [S], of which the size alone is read: the rows of the whole sequence."""
+
+
 class Group(Protocol):
     """One rank's part in its group. Every rank makes the same calls in the same order."""
 

@@ -19,6 +19,7 @@ from plugins.ops import (
     skip_softmax_attention,
     snake,
     swiglu,
+    ulysses_all_to_all,
     video_sparse_attention,
 )
 
@@ -40,6 +41,9 @@ REGISTRY: tuple[Op, ...] = (
     skip_softmax_attention.OP,
     snake.OP,
     swiglu.OP,
+    ulysses_all_to_all.HEADS,
+    ulysses_all_to_all.GATED_HEADS,
+    ulysses_all_to_all.ROWS,
     video_sparse_attention.OP,
 )
 

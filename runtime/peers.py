@@ -7,16 +7,17 @@ cancelled, what it made alone) the others hear over a control channel, in messag
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from engines.profile import Ranks
+from engines.profile import ONE_RANK, Ranks
 from plugins.ranks import Group, ProcessGroup
 from runtime.events import Cancellation, Cancelled
 
@@ -26,6 +27,12 @@ MOST_BYTES = 1 << 30
 PATIENCE = timedelta(days=365)
 """A rank waits for the next request as long as it takes. One that has died closes its connections; one that stands
 still is the business of whoever watches the processes."""
+
+
+GLOO = "gloo"
+"""Torch's collectives between CPUs."""
+
+_T = TypeVar("_T")
 
 
 class PeerFailed(RuntimeError):
@@ -71,41 +78,47 @@ class Channel:
 class Peers:
     """One rank's groups. A stage is shared by the first ranks, as many as the profile gives it; the others wait.
 
-    control: of all ranks, None for a process by itself. rows: of those that share the packed rows. tensors: of those
-    that share the text encoder's tensors. tiles: of those that share the video decoder's tiles. The last three are None
-    on a rank that has no part in the stage, and where one rank does it all.
+    ranks: how many share each stage. control: of all ranks, None for a process by itself. rows: of those that share the
+    packed rows. tensors: of those that share the text encoder's tensors. row_control and tensor_control: the same
+    ranks, for what they agree on. tiles: of those that share the video decoder's tiles. The groups of a stage are None
+    on a rank that has no part in it, and where one rank does it all.
     """
 
+    ranks: Ranks
     control: Channel | None = None
     rows: Group | None = None
+    row_control: Channel | None = None
     tensors: Group | None = None
+    tensor_control: Channel | None = None
     tiles: Channel | None = None
 
     @classmethod
     def alone(cls) -> Peers:
         """A process that serves by itself."""
-        return cls()
+        return cls(ONE_RANK)
 
     @classmethod
-    def join(cls, ranks: Ranks, group: Callable[[dist.ProcessGroup], Group] = ProcessGroup, backend: str = "") -> Peers:
+    def join(
+        cls, ranks: Ranks, group: Callable[[dist.ProcessGroup], Group] = ProcessGroup, backend: str = GLOO
+    ) -> Peers:
         """The place of this process in torch's default group, which must be open; all of its ranks make this call.
 
-        group: makes the groups that engines exchange over, of torch's `backend` ("": gloo). Raises ValueError when the
-        profile's ranks are more than the processes.
+        group: makes the groups that engines exchange over, of torch's `backend`. Raises ValueError when the profile's
+        ranks are more than the processes.
         """
         size = dist.get_world_size()
         for stage, count in ranks:
             if count > size:
                 raise ValueError(f"ranks.{stage} = {count}: there are {size} processes; start {count} of them")
-        backend = backend or "gloo"
-        rows = _first(ranks.ulysses, backend)
-        tensors = _first(ranks.text_encoder, backend)
-        tiles = _first(ranks.video_tiles, "gloo")
+        # Every rank opens every group, in this order.
         return cls(
-            Channel(_new(size, "gloo")),
-            group(rows) if rows else None,
-            group(tensors) if tensors else None,
-            Channel(tiles) if tiles else None,
+            ranks=ranks,
+            control=Channel(_new(size)),
+            rows=_first(ranks.ulysses, group, backend),
+            row_control=_first(ranks.ulysses, Channel),
+            tensors=_first(ranks.text_encoder, group, backend),
+            tensor_control=_first(ranks.text_encoder, Channel),
+            tiles=_first(ranks.video_tiles, Channel),
         )
 
     @property
@@ -123,18 +136,25 @@ class Peers:
         """Whether requests come to this process and results leave from it."""
         return self.rank == 0
 
-    def agreed(self, cancellation: Cancellation) -> Cancellation:
-        """A cancellation that every rank asks at the same places, and that says what rank 0's does."""
-        return cancellation if self.control is None else _Agreed(self.control, cancellation)
+    @staticmethod
+    def agreed(cancellation: Cancellation, channel: Channel | None) -> Cancellation:
+        """A cancellation that all ranks of a channel ask at the same places, and that says what rank 0's does."""
+        return cancellation if channel is None else _Agreed(channel, cancellation)
 
-    def from_first(self, make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """What `make` gives on rank 0, where alone it is called, on the CPU of every rank.
+    def from_first(
+        self, make: Callable[[], Mapping[str, torch.Tensor]], together: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """What `make` gives on rank 0, on the CPU of every rank. It is called there, and on those that say `together`.
 
-        What it raises is raised on rank 0; on the others `Cancelled` where it was that, and else `PeerFailed`.
+        What it raises on rank 0 is raised there; on the others then `Cancelled` where it was that, and else
+        `PeerFailed`. What it raises on another rank alone has rank 0 wait for that rank: the process must end.
         """
         if self.control is None:
             return dict(make())
         if not self.first:
+            if together:
+                with suppress(Cancelled):
+                    make()
             _check(json.loads(self.control.broadcast(b"")))
             return self.control.tensors({})
         try:
@@ -147,10 +167,13 @@ class Peers:
 
 
 class _Agreed(Cancellation):
-    """Rank 0's cancellation, asked on every rank at the same places."""
+    """Rank 0's cancellation, asked on every rank of a channel at the same places: before units, and never within."""
 
-    def __init__(self, control: Channel, cancellation: Cancellation) -> None:
-        super().__init__(lambda: control.agree(cancellation.cancelled if control.rank == 0 else False))
+    def __init__(self, channel: Channel, cancellation: Cancellation) -> None:
+        super().__init__(lambda: channel.agree(channel.rank == 0 and cancellation.cancelled))
+
+    def raise_within(self, before: str) -> None:
+        """Nothing: ranks that exchange within a unit do not stop there."""
 
 
 def _told(error: Exception) -> dict[str, Any]:
@@ -169,13 +192,14 @@ def _portable(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
 
 
-def _first(count: int, backend: str) -> dist.ProcessGroup | None:
+def _first(count: int, kind: Callable[[dist.ProcessGroup], _T], backend: str = GLOO) -> _T | None:
     """The group of the first ranks; None for one rank, and on a rank that is not of them."""
-    group = _new(count, backend) if count > 1 else None
-    return group if dist.get_rank() < count else None
+    if count == 1:
+        return None
+    group = _new(count, backend)
+    return kind(group) if dist.get_rank() < count else None
 
 
-def _new(count: int, backend: str) -> dist.ProcessGroup:
-    members: Sequence[int] = range(count)
-    made: dist.ProcessGroup = dist.new_group(list(members), timeout=PATIENCE, backend=backend)
+def _new(count: int, backend: str = GLOO) -> dist.ProcessGroup:
+    made: dist.ProcessGroup = dist.new_group(list(range(count)), timeout=PATIENCE, backend=backend)
     return made

@@ -33,10 +33,23 @@ def meet(rank: int, size: int) -> dict[str, torch.Tensor]:
         peers.from_first(_raise(ValueError("no such picture")))
     with pytest.raises(Cancelled, match="tile 3"):
         peers.from_first(_raise(Cancelled("before tile 3")))
+    with pytest.raises(Cancelled):
+        peers.from_first(lambda: _stop(peers), together=True)
     found["steps"] = torch.tensor(_steps(peers))
     with pytest.raises(ValueError, match=f"{MOST_BYTES + 1} bytes"):
         peers.control.broadcast(_Long() if rank == 0 else b"")
     return found
+
+
+def _stop(peers: Peers) -> dict[str, torch.Tensor]:
+    """Work of all ranks that rank 0's cancellation ends."""
+    cancellation = Cancellation()
+    if peers.first:
+        cancellation.cancel()
+    agreed = peers.agreed(cancellation, peers.control)
+    agreed.raise_within("an exchange")
+    agreed.raise_if_cancelled("a layer")
+    return {}
 
 
 class _Long(bytes):
@@ -56,7 +69,7 @@ def _raise(error: Exception):  # type: ignore[no-untyped-def]
 def _steps(peers: Peers) -> int:
     """At which step this rank stops, when rank 0 is cancelled in the midst of some and another rank at once."""
     cancellation = Cancellation()
-    agreed = peers.agreed(cancellation)
+    agreed = peers.agreed(cancellation, peers.control)
     if peers.first:
         threading.Timer(0.05, cancellation.cancel).start()
     elif peers.rank == 1:
@@ -93,6 +106,6 @@ def test_a_process_alone_asks_nobody() -> None:
     peers = Peers.alone()
     assert (peers.rank, peers.size, peers.first) == (0, 1, True)
     cancellation = Cancellation()
-    assert peers.agreed(cancellation) is cancellation
+    assert peers.agreed(cancellation, peers.control) is cancellation
     made = {"a": torch.ones(1)}
     assert peers.from_first(lambda: made) == made
