@@ -23,6 +23,7 @@ from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile, ProfileError
 from engines.quality import Tier, weights_of
 from plugins.block_attention import BlockAttention
+from plugins.cut import Cut
 from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions, Dimensions
 from plugins.distilled import Distilled
 
@@ -174,15 +175,23 @@ class WeightFile(_Record):
 
 
 class Region(NamedTuple):
-    """Where a weight lies: index of its file, offset from the file's start in bytes, and its shape."""
+    """Where a weight lies: index of its file, offset from the file's start in bytes, and its shape.
+
+    With a `cut` it is one rank's part of a tensor, in a manifest the first rank's: the others' follow from it.
+    """
 
     file: int
     offset: int
     shape: tuple[int, ...]
+    cut: Cut | None = None
 
     def nbytes(self, dtype: Dtype) -> int:
         """Length in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[dtype]
+
+    def of_rank(self, rank: int) -> Region:
+        """A rank's part, where this is the first rank's; the whole tensor where no ranks divide it."""
+        return self._replace(offset=self.offset + rank * self.cut.run) if self.cut else self
 
 
 class AdapterRecord(_Record):
@@ -330,6 +339,17 @@ class Manifest(_Record):
     def partitions(self) -> tuple[Partition, ...]:
         """The transformers that are served."""
         return self.serving.partitions
+
+    def of_rank(self, rank: int) -> Manifest:
+        """What one of the ranks that divide the weights of some graphs binds: its parts of these, and all others."""
+        bindings = {
+            key: {
+                graph: tuple({name: region.of_rank(rank) for name, region in each.items()} for each in instances)
+                for graph, instances in graphs.items()
+            }
+            for key, graphs in self.bindings.items()
+        }
+        return self.model_copy(update={"bindings": bindings})
 
     def bound_bytes(self, graphs: Collection[str]) -> int:
         """Bytes of weights that some graphs are bound to, those of all partitions together, each region once."""
@@ -559,7 +579,14 @@ def _lies_in(sizes: list[int], region: Region | None, dtype: Dtype) -> bool:
     """Whether a weight is bound to bytes of a file; `sizes` has the files' lengths."""
     if region is None or not 0 <= region.file < len(sizes) or min(region.shape, default=1) < 0:
         return False
-    return 0 <= region.offset <= sizes[region.file] - region.nbytes(dtype)
+    nbytes = region.nbytes(dtype)
+    if region.cut is not None:
+        run, pitch = region.cut
+        if run < 1 or nbytes % run or pitch < run or pitch % run:
+            return False
+        # That is so of all ranks' parts together.
+        nbytes = nbytes // run * pitch
+    return 0 <= region.offset <= sizes[region.file] - nbytes
 
 
 def rebuild_command(store: Path, profile: str, checkpoint: str | Path, adapters: Iterable[str] = ()) -> str:

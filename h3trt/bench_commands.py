@@ -34,6 +34,7 @@ class Subject(StrEnum):
     QUALITY = "quality"
     TAIL = "tail"
     PACKAGES = "packages"
+    EXCHANGE = "exchange"
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +66,7 @@ def bench(
     and what changing adapters between requests costs; of a store, with those that it offers. denoiser: whole forwards,
     and memory beside the plan. vae: the tiles of a clip and its MP4. end-to-end: a request, by stages. quality: clips
     of every tier of a profile, or of a store on any machine, beside lossless ones. packages: no measurement, but all
-    that the others compile, side by side.
+    that the others compile, side by side. exchange: rows for heads between two GPUs, over NCCL and by stores.
     """
     if subject is Subject.QUALITY:
         clips = {"aspect_ratio": "16:9", "duration": duration, "num_inference_steps": forwards}
@@ -76,6 +77,9 @@ def bench(
 
         measured = adapters.measure_store(store)
         _write(measured, out, f"adapters.{Path(measured['profile']).stem}")
+        return
+    if subject is Subject.EXCHANGE:
+        _exchange(_made(work), out)
         return
     if subject is Subject.TAIL:
         _tail(profile, _made(work / "tail"), out)
@@ -93,6 +97,19 @@ def _write(measured: Mapping[str, Any], out: Path, name: str) -> None:
     for file in report.write(measured, out, name):
         console.line(f"{file}")
     console.line(report.table(measured))
+
+
+def _exchange(work: Path, out: Path) -> None:
+    import torch
+
+    from bench import exchange
+    from h3trt.exits import CommandError
+
+    if torch.cuda.device_count() < exchange.RANKS:
+        raise CommandError(
+            f"torch finds {torch.cuda.device_count()} GPUs, and {exchange.RANKS} exchange; run: h3trt doctor"
+        )
+    _write(exchange.measure(work), out, "exchange")
 
 
 def _tail(profile: str, work: Path, out: Path) -> None:

@@ -59,7 +59,8 @@ class Op:
     (`plugins.tensorrt_plugin`); without them TensorRT takes the op by its name or inlines the function.
     `result_types`: their ONNX types, where they are not the first input's and, of all but the first result, int64.
     `fused`: a compiler that takes the reference apart, and fuses it with its neighbours, does better than a fast
-    implementation that it can only call.
+    implementation that it can only call. `calls`: texts of further functions of this domain, which
+    the body calls.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Op:
     results: tuple[str, ...] = ("result",)
     result_types: tuple[str, ...] = ()
     fused: bool = False
+    calls: tuple[str, ...] = ()
 
     @cached_property
     def schema(self) -> str:
@@ -129,10 +131,17 @@ class Op:
         from onnx import parser
 
         attributes = f"<{', '.join(self.attributes)}>" if self.attributes else ""
+        ours = f', "{DOMAIN}" : {DOMAIN_VERSION}' if self.calls else ""
         return parser.parse_function(
-            f'<opset_import: ["" : {ONNX_OPSET}], domain: "{DOMAIN}"> '
+            f'<opset_import: ["" : {ONNX_OPSET}{ours}], domain: "{DOMAIN}"> '
             f"{self.name} {attributes} ({', '.join(self.inputs)}) => ({', '.join(self.results)}) {{ {self.body} }}"
         )
+
+    def called_functions(self) -> list[onnx.FunctionProto]:
+        """The functions that `function` calls."""
+        from onnx import parser
+
+        return [parser.parse_function(text) for text in self.calls]
 
     def onnx_schema(self) -> onnx.defs.OpSchema:
         """The ONNX operator schema; inputs are untyped, the function body says what they may be."""

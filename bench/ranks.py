@@ -1,0 +1,85 @@
+"""Processes that measure together, one a GPU of this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Measurement = Callable[[int, torch.device, Path], dict[str, Any]]
+"""What a rank does: its number, its GPU, and a folder that all ranks see; returns what JSON can hold."""
+
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
+"""Collectives without NVLink multicast, which needs more of a host than every one has."""
+
+
+class RanksError(RuntimeError):
+    """Ranks did not come to an end; says which, and how."""
+
+
+def together(run: Measurement, ranks: int, folder: Path, limit: float = 300.0) -> list[dict[str, Any]]:
+    """Runs a module's function in that many processes over NCCL; what each returns, in their order.
+
+    Raises:
+        RanksError: one fails, or they take more than `limit` seconds; all have been ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        _result(folder, rank).unlink(missing_ok=True)
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    processes = [context.Process(target=_rank, args=(run, rank, ranks, port, folder)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        _watch(processes, time.monotonic() + limit)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [json.loads(_result(folder, rank).read_text()) for rank in range(ranks)]
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def _watch(processes: Sequence[BaseProcess], end: float) -> None:
+    while any(process.is_alive() for process in processes):
+        if failed := [i for i, process in enumerate(processes) if process.exitcode]:
+            raise RanksError(f"rank {failed[0]} ended with {processes[failed[0]].exitcode}; its output is above")
+        if time.monotonic() > end:
+            raise RanksError("the ranks take longer than they may; all have been ended")
+        time.sleep(0.05)
+    if failed := [i for i, process in enumerate(processes) if process.exitcode]:
+        raise RanksError(f"rank {failed[0]} ended with {processes[failed[0]].exitcode}; its output is above")
+
+
+def _rank(run: Measurement, rank: int, ranks: int, port: int, folder: Path) -> None:
+    os.environ.update(NO_MULTICAST)
+    logging.basicConfig(level=logging.INFO)
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, device_id=device
+    )
+    try:
+        _result(folder, rank).write_text(json.dumps(run(rank, device, folder)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"

@@ -1,0 +1,262 @@
+"""Exchanges between GPUs of one host by stores into each other's memory: `exchange.cu` says how, here is what runs it.
+
+The memory is torch's symmetric memory; NVLink multicast is not used. A result lies in memory that peers write, so it
+lasts until the next exchange in the same direction.
+
+Each exchange is a barrier, the kernel, and a barrier, all on torch's current stream; the host waits for nothing, and a
+CUDA graph can hold it. What the barriers are for:
+
+- Behind the kernel: a rank that has passed it knows that every rank's stores have come, since each rank's kernel has
+  ended before that rank arrives, and arriving releases and passing acquires at the system's scope.
+- In front of it: stores go into the memory that held the last result of this direction, which a slower peer may still
+  be reading. A rank arrives when all that was queued before is done, so behind this barrier nobody reads it any more.
+
+The directions have memory of their own: heads that came stay valid while rows go back. With the barrier in front one
+memory a direction is enough, whatever the order of exchanges; without it, two in turns would be safe only as long as
+every result is read before the next exchange begins, and graphs that hold a single exchange would break that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
+
+from plugins.kernels.cuda_module import CudaModule, compile_cubin
+from plugins.ranks import ProcessGroup
+
+CAPABILITY = (8, 0)
+"""Least compute capability that the kernel is compiled for."""
+
+MAX_RANKS = 16
+"""Ranks of one host that a group may have."""
+
+_VECTOR = 16
+_MAX_THREADS = 512
+_RUNS = 64
+_ALIGNMENT = 2 << 20
+"""Bytes that memory is allocated in multiples of, as the driver does anyway."""
+
+_UNROLLED = 8
+_BLOCKS_PER_PROCESSOR = 2
+_SOURCE = Path(__file__).with_name("exchange.cu")
+
+_NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""How torch is told, which has no other way. The second: each process may see its GPU alone, as the first one."""
+
+
+class ExchangeError(RuntimeError):
+    """An exchange cannot be made; says why."""
+
+
+class _Run(ctypes.Structure):
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("source", "target")),
+        *((n, ctypes.c_longlong) for n in ("source_row", "source_head", "target_row", "rows")),
+    ]
+
+
+class _Exchange(ctypes.Structure):
+    _fields_ = [("runs", _Run * _RUNS), ("count", ctypes.c_longlong), ("items", ctypes.c_longlong)]
+
+
+class SymmetricGroup:
+    """A group of GPUs of one host (`plugins.ranks.Group`). All exchanges are on one stream, or ordered by the caller.
+
+    Memory grows when more rows come than ever before, which all ranks do together; not while a graph is captured.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._others = ProcessGroup(group)
+        self.rank, self.size = self._others.rank, self._others.size
+        self._device = device
+        self._heads, self._rows = (_Memory(group, device) for _ in range(2))
+
+    def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
+        """All `rows` of this rank's heads, [rows, H / size, d] each, contiguous; until the next call.
+
+        Raises:
+            ExchangeError: results of the last call are still held, or a graph is captured and there is too little room.
+        """
+        local, heads, channels = _shape(parts[0], self.size)
+        if not _in_vectors(parts[0]):
+            return self._others.to_heads(parts, rows)
+        own = heads // self.size
+        line = own * channels * parts[0].itemsize
+        memory = self._heads.room(len(parts), rows * line)
+        runs = []
+        for part, memories in zip(map(_aligned, parts), memory, strict=True):
+            row, head = part.stride(0) * part.itemsize, part.stride(1) * part.itemsize
+            count = min(max(rows - self.rank * local, 0), local)
+            for peer in self._peers():
+                source = part.data_ptr() + peer * own * head
+                runs.append(_Run(source, memories[peer] + self.rank * local * line, row, head, line, count))
+        self._run(self._heads, runs, own, channels * parts[0].itemsize)
+        return self._heads.results(len(parts), (rows, own, channels), parts[0].dtype)
+
+    def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
+        """This rank's rows of all heads, [local_rows, H, d], contiguous; until the next call.
+
+        Raises:
+            ExchangeError: the result of the last call is still held, or a graph is captured and there is too little
+                room.
+        """
+        rows, own, channels = part.shape
+        if not _in_vectors(part):
+            return self._others.to_rows(part, local_rows)
+        source = _aligned(part)
+        row, head = source.stride(0) * part.itemsize, source.stride(1) * part.itemsize
+        width = own * channels * part.itemsize
+        line = self.size * width
+        (memories,) = self._rows.room(1, local_rows * line)
+        runs = [
+            _Run(
+                source.data_ptr() + peer * local_rows * row,
+                memories[peer] + self.rank * width,
+                *(row, head, line),
+                self._valid(peer, rows, local_rows),
+            )
+            for peer in self._peers()
+        ]
+        self._run(self._rows, runs, own, channels * part.itemsize)
+        (result,) = self._rows.results(1, (local_rows, self.size * own, channels), part.dtype)
+        result[self._valid(self.rank, rows, local_rows) :].zero_()  # these nobody sends
+        return result
+
+    def gather_rows(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        """All rows of every rank, [rows, ...], by NCCL."""
+        return self._others.gather_rows(part, rows)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, by NCCL."""
+        return self._others.sum(part)
+
+    def _peers(self) -> list[int]:
+        """Every rank, the next one first, so that no two ranks begin with the same; itself last."""
+        return [(self.rank + 1 + i) % self.size for i in range(self.size)]
+
+    @staticmethod
+    def _valid(rank: int, rows: int, local_rows: int) -> int:
+        """How many of a rank's rows are the sequence's."""
+        return min(max(rows - rank * local_rows, 0), local_rows)
+
+    def _run(self, memory: _Memory, runs: Sequence[_Run], heads: int, head_bytes: int) -> None:
+        vectors = head_bytes // _VECTOR
+        together = max(h for h in range(1, heads + 1) if heads % h == 0 and h * vectors <= _MAX_THREADS)
+        pieces = [piece for run in runs for piece in _cut(run, heads // together, together * head_bytes, together)]
+        lanes = max(1, _MAX_THREADS // (together * vectors))
+        groups = -(-max(run.rows for run in runs) // (lanes * _UNROLLED))
+        if len(pieces) > _RUNS:
+            raise ExchangeError(f"{heads} heads for each of {self.size} ranks: at most {_RUNS} runs, not {len(pieces)}")
+        job = _Exchange((_Run * _RUNS)(*pieces), len(pieces), groups * len(pieces))
+        module = _module(together * vectors, lanes, vectors, self._device)
+        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        memory.barrier()
+        if groups:
+            grid = min(job.items, _BLOCKS_PER_PROCESSOR * processors)
+            module.launch("exchange", (grid, 1, 1), together * vectors * lanes, [job])
+        memory.barrier()
+
+
+class _Memory:
+    """What one direction's results lie in: an allocation for each part, which all ranks map."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._own: list[torch.Tensor] = []
+        self._handles: list[symmetric._SymmetricMemory] = []
+
+    def room(self, parts: int, nbytes: int) -> list[list[int]]:
+        """Addresses on every rank of that many bytes for each part."""
+        if len(self._own) < parts or len(self._own[0]) < nbytes:
+            self._grow(max(parts, len(self._own)), max(nbytes, *(len(own) for own in self._own), 1))
+        if any(_holders(own) > _FREE for own in self._own):
+            raise ExchangeError("results of the last exchange are still held, where this one's would come; copy them")
+        return [list(handle.buffer_ptrs) for handle in self._handles[:parts]]
+
+    def results(self, parts: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """The parts, of one shape, where peers have written them."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return tuple(own[:nbytes].view(dtype).view(shape) for own in self._own[:parts])
+
+    def barrier(self) -> None:
+        """On the current stream: nothing behind it begins on any rank before all that is in front has ended on all."""
+        self._handles[0].barrier()
+
+    def _grow(self, parts: int, nbytes: int) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise ExchangeError(
+                f"no room for {parts} parts of {nbytes} bytes while a graph is captured; exchange that much once before"
+            )
+        os.environ.update(_NO_MULTICAST)
+        torch.cuda.synchronize(self._device)  # what was given back is written and read by nobody here
+        self._own, self._handles = [], []
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        for _ in range(parts):
+            own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
+            handle = symmetric.rendezvous(own, self._group)
+            if handle.buffer_ptrs[handle.rank] != own.data_ptr():
+                raise ExchangeError("torch's symmetric memory does not begin where its tensor does")
+            self._handles.append(handle)
+            self._own.append(own)
+
+
+def _shape(part: torch.Tensor, ranks: int) -> tuple[int, int, int]:
+    local, heads, channels = part.shape
+    if heads % ranks:
+        raise ExchangeError(f"{heads} heads for {ranks} ranks: the ranks must divide the heads")
+    return local, heads, channels
+
+
+def _in_vectors(part: torch.Tensor) -> bool:
+    """Whether the kernel serves it: a question of shape and dtype alone, so that all ranks answer alike."""
+    nbytes = part.shape[-1] * part.itemsize
+    return part.numel() > 0 and nbytes % _VECTOR == 0 and nbytes <= _MAX_THREADS * _VECTOR
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    """The same, where heads begin at multiples of 16 bytes and their channels lie side by side."""
+    begins = (part.data_ptr(), part.stride(0) * part.itemsize, part.stride(1) * part.itemsize)
+    return part.contiguous() if part.stride(-1) != 1 or any(b % _VECTOR for b in begins) else part
+
+
+def _cut(run: _Run, pieces: int, nbytes: int, heads: int) -> list[_Run]:
+    """A run of many heads as several, of so many bytes of a row each."""
+    return [
+        _Run(
+            run.source + i * heads * run.source_head,
+            run.target + i * nbytes,
+            *(run.source_row, run.source_head, run.target_row, run.rows),
+        )
+        for i in range(pieces)
+    ]
+
+
+def _holders(memory: torch.Tensor) -> int:
+    """How many tensors and storages share its memory."""
+    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
+
+
+_FREE = _holders(torch.empty(1))
+"""Of a tensor that nothing else shares."""
+
+
+@cache
+def _module(vectors: int, lanes: int, head_vectors: int, device: torch.device) -> CudaModule:
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return CudaModule(compile_cubin(source(vectors, lanes, head_vectors), architecture), device)
+
+
+def source(vectors: int, lanes: int, head_vectors: int) -> str:
+    """The CUDA source for rows of so many vectors, so many rows side by side, and heads of so many vectors."""
+    names = ("VECTORS", "LANES", "HEAD_VECTORS", "UNROLLED", "RUNS")
+    values = (vectors, lanes, head_vectors, _UNROLLED, _RUNS)
+    defines = "\n".join(f"#define {name} {value}" for name, value in zip(names, values, strict=True))
+    return f"{defines}\n{_SOURCE.read_text()}"
