@@ -462,19 +462,26 @@ class EngineStore:
 
     def _verify_ranks(self) -> None:
         """Ranks that share a stage must exchange data: without, each would attend to its own rows alone."""
-        shared = [(stage, ranks) for stage, ranks in self.manifest.profile.ranks if ranks > 1]
-        exchanges = any(
-            kind.startswith("collective.")
-            for engine in self.manifest.graphs.values()
-            if engine.plan is not None
-            for kind in engine.plan.census
-        )
-        if shared and not exchanges:
-            name, (stage, ranks) = self.manifest.profile.name, shared[0]
-            raise StoreError(
-                f"{self.root}: profile {name} has ranks.{stage} = {ranks}, but no engine's census shows an exchange "
-                f"between ranks: this release plans such profiles, and builds the engines of one rank"
-            )
+        profile = self.manifest.profile
+        for stage, ranks in profile.ranks:
+            if ranks > 1 and not self._exchanges(stage, ranks):
+                raise self._error(
+                    f"{self.root}: profile {profile.name} has ranks.{stage} = {ranks}, but its engines are those of "
+                    f"one rank: no exchange between ranks is among their layers, and none is between them"
+                )
+
+    def _exchanges(self, stage: str, ranks: int) -> bool:
+        """Whether the engines of a stage are a rank's: with an exchange inside, or for one between them."""
+        graphs, dimensions = self.manifest.graphs, self.manifest.dimensions
+        if stage == "video_tiles":
+            return True  # each tile is decoded by one rank
+        if stage == "ulysses" and (attend := graphs.get("block.attend")):
+            return all(spec.shape[1] * ranks == dimensions.denoiser.heads for spec in attend.inputs[:3])
+        if stage == "text_encoder" and "text_encoder.layer.attend" in graphs:
+            return True
+        part = "text_encoder." if stage == "text_encoder" else "block"
+        plans = [engine.plan for name, engine in graphs.items() if name.startswith(part)]
+        return any(kind.startswith("collective.") for plan in plans if plan is not None for kind in plan.census)
 
     def _verify_gpus(self) -> None:
         """Every GPU that the profile uses must be of a compute capability that every plan was built for."""

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from engines.profile import Ranks
+from engines.profile import ONE_RANK, Ranks
 from plugins.ranks import Group, ProcessGroup
 from runtime.events import Cancellation, Cancelled
 
@@ -78,12 +78,13 @@ class Channel:
 class Peers:
     """One rank's groups. A stage is shared by the first ranks, as many as the profile gives it; the others wait.
 
-    control: of all ranks, None for a process by itself. rows: of those that share the packed rows. tensors: of those
-    that share the text encoder's tensors. row_control and tensor_control: the same ranks, for what they agree on.
-    tiles: of those that share the video decoder's tiles. All but the first are None on a rank that has no part in the
-    stage, and where one rank does it all.
+    ranks: how many share each stage. control: of all ranks, None for a process by itself. rows: of those that share the
+    packed rows. tensors: of those that share the text encoder's tensors. row_control and tensor_control: the same
+    ranks, for what they agree on. tiles: of those that share the video decoder's tiles. The groups of a stage are None
+    on a rank that has no part in it, and where one rank does it all.
     """
 
+    ranks: Ranks
     control: Channel | None = None
     rows: Group | None = None
     row_control: Channel | None = None
@@ -94,7 +95,7 @@ class Peers:
     @classmethod
     def alone(cls) -> Peers:
         """A process that serves by itself."""
-        return cls()
+        return cls(ONE_RANK)
 
     @classmethod
     def join(
@@ -111,6 +112,7 @@ class Peers:
                 raise ValueError(f"ranks.{stage} = {count}: there are {size} processes; start {count} of them")
         # Every rank opens every group, in this order.
         return cls(
+            ranks=ranks,
             control=Channel(_new(size)),
             rows=_first(ranks.ulysses, group, backend),
             row_control=_first(ranks.ulysses, Channel),

@@ -56,7 +56,8 @@ class EngineSet:
         """
         opened = store if isinstance(store, EngineStore) else EngineStore.open(store)
         manifest = opened.manifest
-        chosen_graphs, chosen_partitions = list(graphs or manifest.graphs), list(partitions or manifest.partitions)
+        chosen_graphs = list(manifest.graphs if graphs is None else graphs)
+        chosen_partitions = list(partitions or manifest.partitions)
         _check_present("graph", chosen_graphs, manifest.graphs, opened.root)
         _check_present("partition", chosen_partitions, manifest.partitions, opened.root)
         return EngineSet(opened, chosen_graphs, chosen_partitions)
