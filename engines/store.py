@@ -397,6 +397,10 @@ class EngineStore:
             raise store._error(f"{root / MANIFEST}: {problem}")
         return store
 
+    def of_rank(self, rank: int) -> EngineStore:
+        """The store as one of the ranks that divide the tensors of some graphs sees it: its weights are that rank's."""
+        return EngineStore(self.root, self.manifest.of_rank(rank))
+
     @property
     def tokenizer_file(self) -> Path:
         """The checkpoint's tokenizer.json, as copied into the store."""
