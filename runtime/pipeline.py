@@ -139,6 +139,16 @@ class Pipeline:
         """What the store was built from and for."""
         return self._engines.manifest
 
+    @property
+    def cache(self) -> ConditionCache:
+        """What is kept of what has been encoded."""
+        return self._cache
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that the engines of this process are bound to."""
+        return self._engines.weight_bytes
+
     def warm(self) -> None:
         """Opens every engine now, so that the first request is as quick as the others."""
         self._engines.warm()
