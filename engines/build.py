@@ -22,6 +22,7 @@ from engines.graphs import declared_graphs, profile_graphs, profile_sidecars
 from engines.inductor_steps import InductorSteps
 from engines.onnxruntime_steps import OnnxRuntimeSteps
 from engines.plan import Workload, make_plan
+from engines.plan.rules import check_ranks
 from engines.profile import Partition, Profile
 from engines.quality import weights_of
 from engines.quantise_step import QuantiseStep
@@ -147,6 +148,7 @@ class _Plan:
         _check_partitions(checkpoint, self._written, profile)
         self._profile = profile
         self._first = profile.partitions[0]
+        check_ranks(profile, checkpoint.dimensions)
         workload = Workload(adapters=len(offered))
         plan = make_plan(profile, Outline.read(checkpoint.root), workload) if profile.on_gpu else None
 

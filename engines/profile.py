@@ -5,9 +5,10 @@ The GPU that a profile names is described once, in `engines/devices`, for all pr
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,9 @@ _MEMORY = re.compile(r"(?P<number>[0-9]{1,9}(\.[0-9]{1,9})?) *(?P<unit>%|MiB|GiB
 _MEMORY_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 
 MOST_THREADS = 1024
+
+MOST_CPU_RANKS = 64
+"""Processes that may share a stage on CPUs."""
 
 MOST_QUOTED = 200
 """Characters of a wrong value that its error quotes."""
@@ -194,12 +198,32 @@ class Adapters(_Table):
     mode: AdapterMode = "low_rank"
 
 
+ROW_MULTIPLE = 64
+"""Rows that each GPU of a sequence-parallel group holds are a multiple of this, for the tiles of its kernels."""
+
+
 class Ranks(_Table):
-    """How many GPUs share each stage: the packed rows (Ulysses), the text encoder's tensors, the video tiles."""
+    """How many processes share each stage: the packed rows (Ulysses), the text encoder's tensors, the video tiles.
+
+    Each has a GPU of its own, where there are GPUs; on a CPU they share its processors and memory.
+    """
 
     ulysses: Annotated[int, Field(ge=1)]
     text_encoder: Annotated[int, Field(ge=1)]
     video_tiles: Annotated[int, Field(ge=1)]
+
+    def serving(self, stages: Collection[str]) -> Ranks:
+        """Those of a server of some stages of encode, denoise and decode: one for what it does not serve."""
+        shared = {"text_encoder": "encode", "ulysses": "denoise", "video_tiles": "decode"}
+        return Ranks(**{key: ranks if shared[key] in stages else 1 for key, ranks in self})
+
+    @property
+    def processes(self) -> int:
+        """How many processes serve together."""
+        return max(ranks for _, ranks in self)
+
+
+ONE_RANK = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
 
 
 class Residency(_Table):
@@ -245,8 +269,8 @@ class Profile(_Table):
     `shapes[axis]` lists the upper ends of the ranges of sizes that engines are optimised for, ascending; the last is
     the largest legal size. They are sizes of a whole request, whatever the ranks.
     `quality` has the further tiers that a request may choose, by the attention of their blocks.
-    `row_chunk` is the most rows that go through the row-local parts of a block at once, 0 for all of them. A CPU has no
-    device, ranks, residency or shapes.
+    `row_chunk` is the most rows that go through the row-local parts of a block at once, 0 for all of them. `threads`
+    and `memory` are those of the machine, which the ranks divide on a CPU. A CPU has no device, residency or shapes.
     """
 
     name: str
@@ -259,7 +283,7 @@ class Profile(_Table):
     attention: Attention
     quality: dict[ChosenAttention, Skipping] = {}
     adapters: Adapters = Adapters()
-    ranks: Ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
+    ranks: Ranks = ONE_RANK
     residency: Residency | None = None
     row_chunk: Annotated[int, Field(ge=0)] = 0
     shapes: dict[Literal[AXES], Ends] = {}  # type: ignore[valid-type]
@@ -350,18 +374,29 @@ class Profile(_Table):
         """The attentions of blocks that have an engine of their own beside the one of `attention.blocks`."""
         return further_engines(self.attention.blocks, self.quality)
 
+    @property
+    def segmented(self) -> bool:
+        """Whether a block is three engines. ONNX Runtime's ranks exchange between engines, not within one."""
+        return self.row_chunk > 0 or (self.backend == "onnxruntime" and self.ranks.ulysses > 1)
+
+    def local_rows(self, rows: int) -> int:
+        """Of so many packed rows, those that each rank holds; the last ranks' may end in padding."""
+        multiple = ROW_MULTIPLE if self.on_gpu and self.ranks.ulysses > 1 else 1
+        return multiple * math.ceil(rows / self.ranks.ulysses / multiple)
+
     def thread_count(self) -> int:
         """Threads of one session on this machine."""
-        return machine.available_processors() if self.threads == "auto" else self.threads
+        threads = machine.available_processors() if self.threads == "auto" else self.threads
+        return threads if self.on_gpu else max(1, threads // self.ranks.processes)
 
     def memory_budget(self, machine_bytes: int) -> int:
-        """Bytes of host memory that a request may use on a machine with that much."""
+        """Bytes of host memory that one process may use for a request on a machine with that much."""
         match = _MEMORY.fullmatch(self.memory)
         if match is None:
             raise ProfileError(f"memory = {self.memory!r}: neither a share nor an amount")
         number, unit = float(match["number"]), match["unit"]
         wanted = machine_bytes * number / 100 if unit == "%" else number * _MEMORY_UNITS[unit]
-        return min(machine_bytes, int(wanted))
+        return min(machine_bytes, int(wanted)) // (1 if self.on_gpu else self.ranks.processes)
 
     def _problems(self) -> list[str]:
         """What each key has against the others, as "key = value: rule"."""
@@ -369,10 +404,10 @@ class Profile(_Table):
         found += self._tier_problems()
         if self.backend == "inductor" and self.weights == "baked":
             found.append("weights = 'baked': must be 'bound' with backend = 'inductor'")
+        most, reason = (max(1, self.gpus), f"gpus = {self.gpus}") if self.on_gpu else (MOST_CPU_RANKS, MOST_CPU_RANKS)
         for stage, ranks in self.ranks:
-            if ranks > max(1, self.gpus):
-                rule = f"must be at most gpus = {self.gpus}" if self.on_gpu else "must be 1 without GPUs"
-                found.append(f"ranks.{stage} = {ranks}: {rule}")
+            if ranks > most:
+                found.append(f"ranks.{stage} = {ranks}: must be at most {reason}")
         return found
 
     def _tier_problems(self) -> list[str]:

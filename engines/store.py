@@ -23,6 +23,7 @@ from engines.backend import BackendMissing, backend_version
 from engines.profile import PROFILES, Partition, Profile, ProfileError
 from engines.quality import Tier, weights_of
 from plugins.block_attention import BlockAttention
+from plugins.cut import Cut
 from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions, Dimensions
 from plugins.distilled import Distilled
 
@@ -174,15 +175,23 @@ class WeightFile(_Record):
 
 
 class Region(NamedTuple):
-    """Where a weight lies: index of its file, offset from the file's start in bytes, and its shape."""
+    """Where a weight lies: index of its file, offset from the file's start in bytes, and its shape.
+
+    With a `cut` it is one rank's part of a tensor, in a manifest the first rank's: the others' follow from it.
+    """
 
     file: int
     offset: int
     shape: tuple[int, ...]
+    cut: Cut | None = None
 
     def nbytes(self, dtype: Dtype) -> int:
         """Length in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[dtype]
+
+    def of_rank(self, rank: int) -> Region:
+        """A rank's part, where this is the first rank's; the whole tensor where no ranks divide it."""
+        return self._replace(offset=self.offset + rank * self.cut.run) if self.cut else self
 
 
 class AdapterRecord(_Record):
@@ -331,6 +340,17 @@ class Manifest(_Record):
         """The transformers that are served."""
         return self.serving.partitions
 
+    def of_rank(self, rank: int) -> Manifest:
+        """What one of the ranks that divide the weights of some graphs binds: its parts of these, and all others."""
+        bindings = {
+            key: {
+                graph: tuple({name: region.of_rank(rank) for name, region in each.items()} for each in instances)
+                for graph, instances in graphs.items()
+            }
+            for key, graphs in self.bindings.items()
+        }
+        return self.model_copy(update={"bindings": bindings})
+
     def bound_bytes(self, graphs: Collection[str]) -> int:
         """Bytes of weights that some graphs are bound to, those of all partitions together, each region once."""
         dtypes = {(graph, weight.name): weight.dtype for graph, e in self.graphs.items() for weight in e.weights}
@@ -376,6 +396,10 @@ class EngineStore:
         for problem in (*store._unbound(), *store._untabled()):
             raise store._error(f"{root / MANIFEST}: {problem}")
         return store
+
+    def of_rank(self, rank: int) -> EngineStore:
+        """The store as one of the ranks that divide the tensors of some graphs sees it: its weights are that rank's."""
+        return EngineStore(self.root, self.manifest.of_rank(rank))
 
     @property
     def tokenizer_file(self) -> Path:
@@ -442,19 +466,26 @@ class EngineStore:
 
     def _verify_ranks(self) -> None:
         """Ranks that share a stage must exchange data: without, each would attend to its own rows alone."""
-        shared = [(stage, ranks) for stage, ranks in self.manifest.profile.ranks if ranks > 1]
-        exchanges = any(
-            kind.startswith("collective.")
-            for engine in self.manifest.graphs.values()
-            if engine.plan is not None
-            for kind in engine.plan.census
-        )
-        if shared and not exchanges:
-            name, (stage, ranks) = self.manifest.profile.name, shared[0]
-            raise StoreError(
-                f"{self.root}: profile {name} has ranks.{stage} = {ranks}, but no engine's census shows an exchange "
-                f"between ranks: this release plans such profiles, and builds the engines of one rank"
-            )
+        profile = self.manifest.profile
+        for stage, ranks in profile.ranks:
+            if ranks > 1 and not self._exchanges(stage, ranks):
+                raise self._error(
+                    f"{self.root}: profile {profile.name} has ranks.{stage} = {ranks}, but its engines are those of "
+                    f"one rank: no exchange between ranks is among their layers, and none is between them"
+                )
+
+    def _exchanges(self, stage: str, ranks: int) -> bool:
+        """Whether the engines of a stage are a rank's: with an exchange inside, or for one between them."""
+        graphs, dimensions = self.manifest.graphs, self.manifest.dimensions
+        if stage == "video_tiles":
+            return True  # each tile is decoded by one rank
+        if stage == "ulysses" and (attend := graphs.get("block.attend")):
+            return all(spec.shape[1] * ranks == dimensions.denoiser.heads for spec in attend.inputs[:3])
+        if stage == "text_encoder" and "text_encoder.layer.attend" in graphs:
+            return True
+        part = "text_encoder." if stage == "text_encoder" else "block"
+        plans = [engine.plan for name, engine in graphs.items() if name.startswith(part)]
+        return any(kind.startswith("collective.") for plan in plans if plan is not None for kind in plan.census)
 
     def _verify_gpus(self) -> None:
         """Every GPU that the profile uses must be of a compute capability that every plan was built for."""
@@ -559,7 +590,14 @@ def _lies_in(sizes: list[int], region: Region | None, dtype: Dtype) -> bool:
     """Whether a weight is bound to bytes of a file; `sizes` has the files' lengths."""
     if region is None or not 0 <= region.file < len(sizes) or min(region.shape, default=1) < 0:
         return False
-    return 0 <= region.offset <= sizes[region.file] - region.nbytes(dtype)
+    nbytes = region.nbytes(dtype)
+    if region.cut is not None:
+        run, pitch = region.cut
+        if run < 1 or nbytes % run or pitch < run or pitch % run:
+            return False
+        # That is so of all ranks' parts together.
+        nbytes = nbytes // run * pitch
+    return 0 <= region.offset <= sizes[region.file] - nbytes
 
 
 def rebuild_command(store: Path, profile: str, checkpoint: str | Path, adapters: Iterable[str] = ()) -> str:

@@ -19,7 +19,7 @@ from engines.adapters import weights_key
 from engines.build_host import missing_to_run
 from engines.declaration import source_hash, structure
 from engines.graph_steps import GraphSteps, Records
-from engines.profile import Partition, Profile, Ranks
+from engines.profile import ONE_RANK, Partition, Profile
 from engines.sessions import modulation as running
 from engines.sessions.dtypes import NAMES
 from engines.sessions.engine_set import EngineSet
@@ -198,8 +198,7 @@ def _runner(engines: EngineSet) -> running.Run:
 def _alone(profile: Profile) -> Profile:
     """The profile for a process that runs nothing but this, on one GPU, whose weights come one after the other."""
     residency = profile.residency and profile.residency.model_copy(update={"modulation": "streamed"})
-    ranks = Ranks(ulysses=1, text_encoder=1, video_tiles=1)
-    alone = {"gpus": min(1, profile.gpus), "ranks": ranks, "residency": residency, "weights": "bound"}
+    alone = {"gpus": min(1, profile.gpus), "ranks": ONE_RANK, "residency": residency, "weights": "bound"}
     return profile.model_copy(update=alone)
 
 

@@ -43,7 +43,7 @@ class WeightTable:
 
     def regions(self, instance: Mapping[str, Stored]) -> dict[str, Region]:
         """Where each weight of an instance lies."""
-        return {name: Region(self._index[s.file], s.offset, tuple(s.shape)) for name, s in instance.items()}
+        return {name: Region(self._index[s.file], s.offset, tuple(s.shape), s.cut) for name, s in instance.items()}
 
     @property
     def files_json(self) -> list[Any]:

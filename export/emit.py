@@ -53,9 +53,11 @@ def emit(graph: Graph, ops: Sequence[Op] = REGISTRY) -> Emitted:
 
 
 def attach_functions(model: onnx.ModelProto, ops: Sequence[Op] = REGISTRY) -> None:
-    """Adds the function body of each `h3` operator that the model uses, and its domain."""
+    """Adds the function body of each `h3` operator that the model uses, what those call, and their domain."""
     used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
-    model.functions.extend(op.function() for op in ops if op.name in used)
+    found = [op for op in ops if op.name in used]
+    called = {function.name: function for op in found for function in op.called_functions()}
+    model.functions.extend([*(op.function() for op in found), *called.values()])
     if used and DOMAIN not in {o.domain for o in model.opset_import}:
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, DOMAIN_VERSION))
 

@@ -24,6 +24,7 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
+        self.in_features, self.out_features = inputs, outputs
         for name, declared in FP8.tensors((outputs, inputs)).items():
             self.register_parameter(name, _parameter(declared))
 
@@ -37,6 +38,7 @@ class Nvfp4Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
+        self.in_features, self.out_features = inputs, outputs
         for name, declared in NVFP4.tensors((outputs, inputs)).items():
             self.register_parameter(name, _parameter(declared))
 

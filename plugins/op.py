@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from plugins.ranks import GROUP
 
 if TYPE_CHECKING:
     import onnx
@@ -28,8 +30,9 @@ TENSOR_TYPES = tuple(
 """ONNX types that an operation's inputs may have."""
 
 
-Shapes = Callable[[Sequence[Any]], Sequence[Sequence[Any]]]
-"""Sizes of each result from sizes of each input, numbers or TensorRT's expressions."""
+Shapes = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Sequence[Any]]]
+"""Sizes of each result, TensorRT's expressions or numbers, from its expressions of the sizes of each input (those of
+`Op.tensors`) and from the op's attributes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Op:
     (`plugins.tensorrt_plugin`); without them TensorRT takes the op by its name or inlines the function.
     `result_types`: their ONNX types, where they are not the first input's and, of all but the first result, int64.
     `fused`: a compiler that takes the reference apart, and fuses it with its neighbours, does better than a fast
-    implementation that it can only call.
+    implementation that it can only call. `calls`: texts of further functions of this domain, which
+    the body calls.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Op:
     results: tuple[str, ...] = ("result",)
     result_types: tuple[str, ...] = ()
     fused: bool = False
+    calls: tuple[str, ...] = ()
 
     @cached_property
     def schema(self) -> str:
@@ -81,6 +86,16 @@ class Op:
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensor arguments."""
         return tuple(n for n, kind in self._parameters.items() if kind is torch.Tensor)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it needs the other ranks of a group, whose handle is one of its inputs."""
+        return GROUP in self.inputs
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The inputs that are data: all but the handle of a group."""
+        return tuple(name for name in self.inputs if name != GROUP)
 
     @cached_property
     def attributes(self) -> tuple[str, ...]:
@@ -129,10 +144,17 @@ class Op:
         from onnx import parser
 
         attributes = f"<{', '.join(self.attributes)}>" if self.attributes else ""
+        ours = f', "{DOMAIN}" : {DOMAIN_VERSION}' if self.calls else ""
         return parser.parse_function(
-            f'<opset_import: ["" : {ONNX_OPSET}], domain: "{DOMAIN}"> '
+            f'<opset_import: ["" : {ONNX_OPSET}{ours}], domain: "{DOMAIN}"> '
             f"{self.name} {attributes} ({', '.join(self.inputs)}) => ({', '.join(self.results)}) {{ {self.body} }}"
         )
+
+    def called_functions(self) -> list[onnx.FunctionProto]:
+        """The functions that `function` calls."""
+        from onnx import parser
+
+        return [parser.parse_function(text) for text in self.calls]
 
     def onnx_schema(self) -> onnx.defs.OpSchema:
         """The ONNX operator schema; inputs are untyped, the function body says what they may be."""
@@ -146,14 +168,17 @@ class Op:
             DOMAIN,
             DOMAIN_VERSION,
             inputs=parameters,
-            outputs=[OpSchema.FormalParameter(n, t) for n, t in zip(self.results, self._result_types, strict=True)],
+            outputs=[OpSchema.FormalParameter(n, t) for n, t in zip(self.results, self.types_of_results, strict=True)],
             type_constraints=[(f"T_{n}", list(TENSOR_TYPES), "") for n in self.inputs],
             attributes=attributes,
         )
 
     @property
-    def _result_types(self) -> tuple[str, ...]:
-        """The first result has the first input's type; what an op counts beside it is int64."""
+    def types_of_results(self) -> tuple[str, ...]:
+        """ONNX types, or `T_x` for that of input x.
+
+        The first result has the first input's type; what an op counts beside it is int64.
+        """
         return self.result_types or (f"T_{self.inputs[0]}", *("tensor(int64)" for _ in self.results[1:]))
 
     @cached_property

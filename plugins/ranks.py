@@ -17,6 +17,13 @@ import torch.distributed as dist
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+GROUP = "group"
+"""Input of graphs that exchange between ranks: the handle of their group, int64 [1], which stays on the host."""
+
+SEQUENCE = "sequence"
+"""Another: int64 [S], of which the size alone is read: the rows of the whole sequence."""
+
+
 class Group(Protocol):
     """One rank's part in its group. Every rank makes the same calls in the same order."""
 
@@ -83,6 +90,36 @@ class ProcessGroup:
         return gathered.sum(0)
 
 
+class Loopback:
+    """One process that receives what it sends: a group of one; and, of any size, what identity makes of an exchange.
+
+    Graphs say collectives as identity where nothing runs them (`plugins.ops.dist_collective`); over this group the ops
+    compute the same, so that the rest of such a graph can be compared.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        self.rank, self.size = 0, size
+
+    def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
+        """[rows, H / size, d] each: rows of the first heads, then of the next."""
+        turned = (part.unflatten(1, (self.size, -1)).movedim(1, 0).flatten(0, 1) for part in parts)
+        return tuple(part[:rows].clone(memory_format=torch.contiguous_format) for part in turned)
+
+    def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
+        """[local_rows, H, d]: the inverse."""
+        padding = part.new_zeros(local_rows * self.size - len(part), *part.shape[1:])
+        turned = torch.cat([part, padding]).unflatten(0, (self.size, -1)).movedim(0, 1)
+        return turned.flatten(1, 2).clone(memory_format=torch.contiguous_format)
+
+    def gather_rows(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same rows from every rank, [rows, ...]."""
+        return part.repeat(self.size, *(1 for _ in part.shape[1:]))[:rows]
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The part itself."""
+        return part.clone(memory_format=torch.contiguous_format)
+
+
 _OPEN: list[Group] = []
 
 
@@ -98,3 +135,16 @@ def group_of(handle: int) -> Group:
     if not 0 <= handle < len(_OPEN):
         raise LookupError(f"group {handle}: no group of ranks has this handle in this process; there are {len(_OPEN)}")
     return _OPEN[handle]
+
+
+def group_of_ranks(handle: torch.Tensor, ranks: int) -> Group:
+    """The group of a handle as ops are given it, int64 [1].
+
+    Raises:
+        LookupError: there is none.
+        ValueError: it has not that number of ranks, which the graph was made for.
+    """
+    found = group_of(int(handle))
+    if found.size != ranks:
+        raise ValueError(f"group {int(handle)}: has {found.size} ranks; the graph was made for {ranks}")
+    return found

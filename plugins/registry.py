@@ -5,6 +5,7 @@ from __future__ import annotations
 from plugins.op import Op
 from plugins.ops import (
     alias_free_snake,
+    all_reduce,
     attention,
     dense_attention,
     fp8_linear,
@@ -18,11 +19,13 @@ from plugins.ops import (
     skip_softmax_attention,
     snake,
     swiglu,
+    ulysses_all_to_all,
     video_sparse_attention,
 )
 
 REGISTRY: tuple[Op, ...] = (
     alias_free_snake.OP,
+    all_reduce.OP,
     attention.OP,
     dense_attention.OP,
     fp8_linear.OP,
@@ -38,6 +41,9 @@ REGISTRY: tuple[Op, ...] = (
     skip_softmax_attention.OP,
     snake.OP,
     swiglu.OP,
+    ulysses_all_to_all.HEADS,
+    ulysses_all_to_all.GATED_HEADS,
+    ulysses_all_to_all.ROWS,
     video_sparse_attention.OP,
 )
 

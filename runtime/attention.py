@@ -10,6 +10,7 @@ from engines.quality import graph_name, served_by
 from engines.sessions.engine_set import EngineSet
 from engines.store import Manifest
 from plugins.block_attention import ATTENDING, SKIP_THRESHOLD, SKIPPED_TILES, BlockAttention, skips
+from plugins.ranks import Group
 from runtime.quality import Attending
 from runtime.video_tiles import VideoTiles
 
@@ -52,6 +53,8 @@ class BlocksAttention:
         if SKIPPED_TILES in outputs:
             self._skipped += outputs[SKIPPED_TILES].sum()
 
-    def skipped(self) -> int:
-        """Tiles left out so far, of all heads and blocks; waits for the device."""
-        return int(self._skipped)
+    def skipped(self, ranks: Group | None = None) -> int:
+        """Tiles left out so far, of all heads and blocks; waits for the device. ranks: those that share the heads."""
+        if ranks is None:
+            return int(self._skipped)
+        return int(ranks.gather_rows(self._skipped.reshape(1), ranks.size).sum())

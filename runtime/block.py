@@ -1,8 +1,12 @@
-"""The transformer's blocks on a store's engines: whole, or in segments that take the sequence in chunks of rows."""
+"""The transformer's blocks on a store's engines: whole, or in segments that take the sequence in chunks of rows.
+
+Between segments, ranks that share the rows exchange: rows of all heads for all rows of some heads, and back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -10,6 +14,7 @@ import torch
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import Manifest, Partition, TensorRecord
+from plugins.ranks import Group
 from runtime.attention import BlocksAttention, variants
 
 WHOLE = ("block",)
@@ -21,6 +26,14 @@ class Blocks(Protocol):
 
     def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] after block `index`, whose modulation table is [M*3, 6*D]; lives until the next but one run."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that hold a sequence of `rows` packed rows between them, and this rank's part in their exchanges."""
+
+    group: Group
+    rows: int
 
 
 def block_graphs(manifest: Manifest) -> tuple[str, ...]:
@@ -38,13 +51,15 @@ def open_blocks(
     rows: Mapping[str, torch.Tensor],
     attention: BlocksAttention,
     adapter: str | None = None,
+    sharing: Sharing | None = None,
 ) -> Blocks:
     """The blocks over rows whose `modulation_index` [S], `cos` and `sin` [S, 48] are given.
 
-    `attention` says at every run how they attend; `adapter` changes them.
+    `attention` says at every run how they attend; `adapter` changes them. `sharing`: the rows are some of a sequence's.
     """
-    kind = SegmentedBlocks if _parts(engines.manifest) == SEGMENTS else WholeBlocks
-    return kind(engines, partition, rows, attention, adapter)
+    if _parts(engines.manifest) == SEGMENTS:
+        return SegmentedBlocks(engines, partition, rows, attention, adapter, sharing)
+    return WholeBlocks(engines, partition, rows, attention, adapter)
 
 
 class WholeBlocks:
@@ -82,15 +97,17 @@ class SegmentedBlocks:
         rows: Mapping[str, torch.Tensor],
         attention: BlocksAttention,
         adapter: str | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._run = partial(engines.run, partition=partition, adapter=adapter)
-        self._rows, self._attention = rows, attention
+        self._rows, self._attention, self._sharing = rows, attention, sharing
         graphs, count = engines.manifest.graphs, len(rows["modulation_index"])
-        chunk = engines.manifest.profile.row_chunk
+        chunk = engines.manifest.profile.row_chunk or count
         self._chunks = [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
         self._heads = {spec.name: engines.empty(_sized(spec, count)) for spec in graphs["block.project"].outputs}
         mixed, hidden = graphs["block.attend"].outputs[0], graphs["block.finish"].outputs[0]
-        self._mixed = engines.empty(_sized(mixed, count))
+        # What attention returns, of this rank's heads: all of the sequence's rows.
+        self._mixed = engines.empty(_sized(mixed, sharing.rows if sharing else count))
         # One is read while the other is written.
         self._hidden = [engines.empty(_sized(hidden, count)) for _ in range(2)]
 
@@ -98,13 +115,26 @@ class SegmentedBlocks:
         """Hidden [S, D] after block `index`."""
         for chunk in self._chunks:
             self._project(index, chunk, hidden, table)
-        heads = {**self._heads, **self._attention.inputs}
-        attend = self._attention.graph("block.attend")
-        self._attention.count(self._run(attend, heads, outputs={"mixed": self._mixed}))
+        mixed = self._attend()
         result = self._hidden[index % 2]
         for chunk in self._chunks:
-            self._finish(index, chunk, hidden, table, result)
+            self._finish(index, chunk, hidden, mixed[chunk], table, result)
         return result
+
+    def _attend(self) -> torch.Tensor:
+        """Mixed values [S, heads * head_dim] of the rows here, once they have attended to all of the sequence's."""
+        heads = self._heads
+        if self._sharing:
+            group, rows = self._sharing.group, self._sharing.rows
+            heads = dict(zip(heads, group.to_heads(list(heads.values()), rows), strict=True))
+        attend = self._attention.graph("block.attend")
+        outputs = self._run(attend, {**heads, **self._attention.inputs}, outputs={"mixed": self._mixed})
+        self._attention.count(outputs)
+        if not self._sharing:
+            return self._mixed
+        here = next(iter(self._heads.values()))
+        local, _, head_dim = here.shape
+        return group.to_rows(self._mixed.unflatten(1, (-1, head_dim)), local).flatten(1)
 
     def _project(self, index: int, chunk: slice, hidden: torch.Tensor, table: torch.Tensor) -> None:
         rows = {name: tensor[chunk] for name, tensor in self._rows.items()}
@@ -113,10 +143,16 @@ class SegmentedBlocks:
         self._run("block.project", inputs, index, outputs=outputs)
 
     def _finish(
-        self, index: int, chunk: slice, hidden: torch.Tensor, table: torch.Tensor, result: torch.Tensor
+        self,
+        index: int,
+        chunk: slice,
+        hidden: torch.Tensor,
+        mixed: torch.Tensor,
+        table: torch.Tensor,
+        result: torch.Tensor,
     ) -> None:
         modulation = {"modulation": table, "modulation_index": self._rows["modulation_index"][chunk]}
-        inputs = {"hidden": hidden[chunk], "mixed": self._mixed[chunk], **modulation}
+        inputs = {"hidden": hidden[chunk], "mixed": mixed, **modulation}
         self._run("block.finish", inputs, index, outputs={"hidden_out": result[chunk]})
 
 

@@ -54,15 +54,13 @@ class ConditionCache:
 
     def get(self, key: str, make: Callable[[], Entry]) -> Entry:
         """The entry of a key, made if it is not there; what `make` raises leaves nothing behind."""
-        if not self.capacity:
-            return make()
-        found = self._find(key)
-        if found is None:
-            found = tuple(tensor.detach().cpu().contiguous() for tensor in make())
-            self._keep(key, found)
-        return found
+        found = self.find(key)
+        return self.keep(key, make()) if found is None else found
 
-    def _find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> Entry | None:
+        """The entry of a key, counted as a hit, or None, as a miss."""
+        if not self.capacity:
+            return None
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -72,10 +70,14 @@ class ConditionCache:
                 self._entries.move_to_end(key)
             return found
 
-    def _keep(self, key: str, entry: Entry) -> None:
+    def keep(self, key: str, made: Entry) -> Entry:
+        """Keeps an entry under a key if it is not larger than everything; returns it as it is kept."""
+        if not self.capacity:
+            return made
+        entry = tuple(tensor.detach().cpu().contiguous() for tensor in made)
         size = _bytes(entry)
         if size > self.capacity:
-            return
+            return entry
         with self._lock:
             if (other := self._entries.pop(key, None)) is not None:
                 self._bytes -= _bytes(other)
@@ -83,6 +85,7 @@ class ConditionCache:
             self._bytes += size
             while self._bytes > self.capacity:
                 self._bytes -= _bytes(self._entries.popitem(last=False)[1])
+        return entry
 
 
 def reference_key(resolved: Resolved, place: int) -> str:

@@ -12,13 +12,15 @@ from engines.sessions.dtypes import TORCH
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import ADALN, MODULATION, embeddings, projections
 from engines.store import Partition
+from plugins.ranks import Group
 from plugins.schedule import Schedule
 from runtime.attention import BlocksAttention
-from runtime.block import Blocks, open_blocks
+from runtime.block import Blocks, Sharing, open_blocks
 from runtime.events import Units
 from runtime.modulation import Modulation, ModulationCache, StoredTables
 from runtime.packing import Layout, rotary_tables
 from runtime.quality import Quality
+from runtime.row_shares import RowShare
 from runtime.sampler import euler_step
 from runtime.video_tiles import VideoTiles, video_tiles
 
@@ -27,14 +29,15 @@ from runtime.video_tiles import VideoTiles, video_tiles
 class Sequence:
     """What a request's forwards share, on the engines' device.
 
-    text_rows [L, hidden]; row_order, timestep_index and modulation_index [S] int64, as in the layout; rotary cos and
-    sin [S, 48] float32; target_video and target_audio: the generated rows of the packed sequence; condition_rows: of
-    video and audio, those that come first in the layout's streams; tiles: those that a student attends to, if it does;
-    adapter: what the transformer is changed by.
+    share: the rows of the packed sequence that are here, all of them where no ranks share it. Of these: text_rows
+    [l, hidden]; timestep_index and modulation_index [n] int64, as in the layout; rotary cos and sin [n, 48] float32.
+    target_video and target_audio: the generated rows of the whole sequence; condition_rows: of video and audio, those
+    that come first in the layout's streams; tiles: those that a student attends to, if it does; adapter: what the
+    transformer is changed by.
     """
 
+    share: RowShare
     text_rows: torch.Tensor
-    row_order: torch.Tensor
     timestep_index: torch.Tensor
     modulation_index: torch.Tensor
     cos: torch.Tensor
@@ -64,16 +67,26 @@ class State:
 
 
 class Denoiser:
-    """One partition's transformer and its sampling loop."""
+    """One partition's transformer and its sampling loop.
+
+    Ranks may share its rows. Each has the whole state, which is small, embeds and carries through the blocks its own
+    rows alone, and gathers the velocity of all of them: the states that follow are the same on all, bit for bit.
+    """
 
     def __init__(
-        self, engines: EngineSet, partition: Partition, cache: ModulationCache, stored: Mapping[str, StoredTables]
+        self,
+        engines: EngineSet,
+        partition: Partition,
+        cache: ModulationCache,
+        stored: Mapping[str, StoredTables],
+        ranks: Group | None = None,
     ) -> None:
-        """stored: the tables that the store has, by its keys."""
+        """stored: the tables that the store has, by its keys. ranks: those that share the rows."""
         self._engines = engines
         self._partition = partition
         self._cache = cache
         self._stored = stored
+        self._ranks = ranks
         self._dimensions = engines.manifest.dimensions.denoiser
 
     def sequence(self, text: torch.Tensor, layout: Layout, adapter: str | None = None) -> Sequence:
@@ -88,13 +101,17 @@ class Denoiser:
             given = {"text": text.to(device, TORCH[spec.dtype])}
             text_rows = self._engines.run("context", given, 0, self._partition, adapter=adapter)["text_rows"]
         cos, sin = rotary_tables(layout.position_ids, dimensions.rope_frequencies, dimensions.rope_theta)
+        rank, local = 0, layout.rows
+        if self._ranks is not None:
+            rank, local = self._ranks.rank, self._engines.manifest.profile.local_rows(layout.rows)
+        share = RowShare.of(layout, local, rank).to(device)
         return Sequence(
-            text_rows,
-            layout.row_order.to(device),
-            layout.timestep_index.to(device),
-            layout.modulation_index.to(device),
-            cos.to(device),
-            sin.to(device),
+            share,
+            share.of_stream("text", text_rows),
+            share.of_packed(layout.timestep_index).to(device),
+            share.of_packed(layout.modulation_index).to(device),
+            share.of_packed(cos).to(device),
+            share.of_packed(sin).to(device),
             layout.target_video,
             layout.target_audio,
             (layout.condition_video, layout.condition_audio),
@@ -129,7 +146,8 @@ class Denoiser:
         conditions, state = (rows.to(self._engines.device) for rows in (conditions, state))
         rows = {"modulation_index": sequence.modulation_index, "cos": sequence.cos, "sin": sequence.sin}
         attention = BlocksAttention(self._engines, sequence.tiles)
-        blocks = open_blocks(self._engines, self._partition, rows, attention, sequence.adapter)
+        sharing = Sharing(self._ranks, sequence.share.rows) if self._ranks is not None else None
+        blocks = open_blocks(self._engines, self._partition, rows, attention, sequence.adapter, sharing)
         slots = schedule.slots()
         stored = self._stored.get(weights_key(self._partition, sequence.adapter))
         if stored is None:
@@ -146,7 +164,7 @@ class Denoiser:
                 )
             yield state
         if quality.skips:
-            units.tell_skipped(attention.skipped())
+            units.tell_skipped(attention.skipped(self._ranks))
 
     def modulation(self, timesteps: torch.Tensor, units: Units) -> Modulation:
         """The AdaLN table of one step from its slot timesteps [M] float32, in host memory, cached across requests."""
@@ -177,17 +195,20 @@ class Denoiser:
         state: State,
         units: Units,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        share = sequence.share
         streams = {
-            "video_rows": torch.cat([conditions.video, state.video]),
-            "audio_rows": torch.cat([conditions.audio, state.audio]),
+            "video_rows": share.of_stream("video", torch.cat([conditions.video, state.video])),
+            "audio_rows": share.of_stream("audio", torch.cat([conditions.audio, state.audio])),
             "text_rows": sequence.text_rows,
         }
-        hidden = self._run("prologue", {**streams, "row_order": sequence.row_order})["hidden"]
+        hidden = self._run("prologue", {**streams, "row_order": share.row_order})["hidden"]
         for index, table in enumerate(modulation.blocks):
             units.check(f"transformer block {index + 1} of {len(modulation.blocks)}")
             hidden = blocks.run(index, hidden, table)
         head = {"hidden": hidden, "modulation": modulation.head, "timestep_index": sequence.timestep_index}
         velocity = self._run("epilogue", head)["velocity"]
+        if self._ranks is not None:
+            velocity = self._ranks.gather_rows(velocity, share.rows)
         width = self._dimensions.video_row
         return velocity[sequence.target_video, :width], velocity[sequence.target_audio, width:]
 

@@ -105,6 +105,10 @@ class Cancellation:
         if self.cancelled:
             raise Cancelled(f"cancelled before {before}")
 
+    def raise_within(self, before: str) -> None:
+        """The same before a part of a unit."""
+        self.raise_if_cancelled(before)
+
 
 class Units:
     """The units of one stage, counted over everything that the stage consists of."""
@@ -119,10 +123,19 @@ class Units:
     @contextmanager
     def one(self, what: str) -> Iterator[None]:
         """Around one unit: raises Cancelled before it, naming it, if so asked, and reports it when it is done."""
-        self.check(what)
+        self._cancellation.raise_if_cancelled(what)
         yield
         self._finished += 1
         self._report(self._stage, self._finished, self._total)
+
+    @contextmanager
+    def asking(self, cancellation: Cancellation) -> Iterator[None]:
+        """Within it, units ask this cancellation instead."""
+        before, self._cancellation = self._cancellation, cancellation
+        try:
+            yield
+        finally:
+            self._cancellation = before
 
     def reach(self, count: int) -> None:
         """Counts units as done that need not be: so many are done at least."""
@@ -136,4 +149,4 @@ class Units:
 
     def check(self, what: str) -> None:
         """Raises Cancelled before a part of a unit, naming it, if the request has been asked to stop."""
-        self._cancellation.raise_if_cancelled(what)
+        self._cancellation.raise_within(what)

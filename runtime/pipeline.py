@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from engines.adapters import low_rank_name
 from engines.profile import PARTITION_OF
 from engines.sessions.engine_set import EngineSet
 from engines.sessions.modulation import MODULATION
-from engines.store import EngineStore, Manifest
+from engines.store import EngineStore, Manifest, StoreError
 from plugins.dimensions import TEXT_TAG, VIDEO_TAG
 from plugins.schedule import Schedule
 from runtime.admission import MemoryModel
@@ -29,13 +29,15 @@ from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference
 from runtime.conditioner import CONDITIONING, Conditioner
 from runtime.decode import decode_audio, decode_planes
 from runtime.denoiser import Denoiser, State
-from runtime.encoder import TextEncoder
+from runtime.encoder import Placed, TextEncoder
 from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.intake import Files, Intake, Taken
 from runtime.media.source import MediaPolicy
 from runtime.modulation import ModulationCache, stored_tables
 from runtime.mux import Deliver, MediaOptions, Mp4Writer
 from runtime.packing import Condition, Layout, layout, patchify_video, unpack_audio, unpatchify_video
+from runtime.peers import Peers
+from runtime.picture_tensors import from_tensors, to_tensors
 from runtime.reference_pixels import ReferencePixels
 from runtime.refusal import RequestError
 from runtime.request import Media, Resolved
@@ -50,6 +52,12 @@ PipelineStage = Literal["encode", "denoise", "decode"]
 STAGES: tuple[PipelineStage, ...] = get_args(PipelineStage)
 
 Progress = Callable[[Event], None]
+
+TEXT, CONDITION_VIDEO, CONDITION_AUDIO = "text", "condition_video", "condition_audio"
+LATENTS = ("video", "audio")
+"""By these names ranks hear from the first what it made."""
+
+ALONE = Peers.alone()
 
 Pieces = Callable[[int, bytes], None]
 """Takes the index of an output and the next piece of its MP4, in the thread that encodes."""
@@ -74,7 +82,12 @@ Latents = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pipeline:
-    """The stages of all tasks over one opened store. Serves one request at a time."""
+    """The stages of all tasks over one opened store. Serves one request at a time.
+
+    Where processes serve together, each opens one and makes the same calls with the same arguments; the results are
+    rank 0's. There, what is wrong with a request is raised as what it is; on the others as `PeerFailed`, after which
+    they go on like rank 0. Anything else that another rank raises is its own, and must end its process.
+    """
 
     def __init__(
         self,
@@ -83,9 +96,13 @@ class Pipeline:
         clock: Callable[[], float] = time.monotonic,
         cache: ConditionCache | None = None,
         policy: MediaPolicy | None = None,
+        peers: Peers = ALONE,
     ) -> None:
-        """cache: of encoded prompts and references; None: nothing is kept. policy: where URLs of media may lead to."""
-        self._engines = engines
+        """cache: of encoded prompts and references; None: nothing is kept. policy: where URLs of media may lead to.
+
+        peers: the place of this process among those that serve together.
+        """
+        self._engines, self._peers = engines, peers
         self._intake = Intake(engines.manifest, tokenizer, policy)
         self._clock = clock
         self._cache = cache or ConditionCache()
@@ -94,7 +111,7 @@ class Pipeline:
         self._encoder = TextEncoder(engines)
         cache_of_tables = ModulationCache(MemoryModel.of(engines.manifest).modulation_cache)
         stored = stored_tables(engines.root, engines.manifest)
-        self._denoisers = {p: Denoiser(engines, p, cache_of_tables, stored) for p in engines.partitions}
+        self._denoisers = {p: Denoiser(engines, p, cache_of_tables, stored, peers.rows) for p in engines.partitions}
 
     @classmethod
     def open(
@@ -103,16 +120,32 @@ class Pipeline:
         stages: Collection[PipelineStage] = STAGES,
         cache: ConditionCache | None = None,
         policy: MediaPolicy | None = None,
+        peers: Peers = ALONE,
     ) -> Pipeline:
-        """Opens the engines of `stages`. Raises StoreError when the store cannot be served from."""
+        """Opens the engines of `stages`, those that this rank has a share of.
+
+        Raises StoreError when the store cannot be served from, or not by so many processes.
+        """
         opened = EngineStore.open(store)
-        graphs = [graph for stage in STAGES if stage in stages for graph in stage_graphs(opened.manifest)[stage]]
-        return cls(EngineSet.open(opened, graphs=graphs), Tokenizer(opened.tokenizer_file), cache=cache, policy=policy)
+        _check_peers(opened, stages, peers)
+        named = [graph for stage in STAGES if stage in stages for graph in stage_graphs(opened.manifest)[stage]]
+        engines = EngineSet.open(opened, graphs=[graph for graph in named if _takes_part(peers, graph)])
+        return cls(engines, Tokenizer(opened.tokenizer_file), cache=cache, policy=policy, peers=peers)
 
     @property
     def manifest(self) -> Manifest:
         """What the store was built from and for."""
         return self._engines.manifest
+
+    @property
+    def cache(self) -> ConditionCache:
+        """What is kept of what has been encoded."""
+        return self._cache
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that the engines of this process are bound to."""
+        return self._engines.weight_bytes
 
     def warm(self) -> None:
         """Opens every engine now, so that the first request is as quick as the others."""
@@ -144,7 +177,7 @@ class Pipeline:
         Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
         """
         _check_encoded(resolved, encoded)
-        self._intake.admit(resolved, len(encoded.text))
+        self._admit(resolved, len(encoded.text))
         return self._denoise(resolved, encoded, self._reporter(progress), cancellation)
 
     def decode(
@@ -155,11 +188,11 @@ class Pipeline:
         progress: Progress,
         cancellation: Cancellation,
     ) -> bytes:
-        """The MP4 of one output's latents; frames are encoded while the next ones are decoded.
+        """The MP4 of one output's latents, on rank 0; frames are encoded while the next ones are decoded.
 
         Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
         """
-        self._intake.admit(resolved, 1)
+        self._admit(resolved, 1)
         return self._decode(resolved, (video, audio), self._reporter(progress), cancellation, lambda piece: None)
 
     def generate(
@@ -169,7 +202,7 @@ class Pipeline:
         cancellation: Cancellation,
         pieces: Pieces = lambda index, piece: None,
     ) -> Iterator[bytes]:
-        """All stages of one request in this process: an MP4 for each output, when it is ready. Raises Cancelled.
+        """All stages of one request: an MP4 for each output, when it is ready; empty but on rank 0. Raises Cancelled.
 
         pieces: is given each MP4 also while it is made: a fragmented one fragment by fragment, another in one piece.
         """
@@ -205,7 +238,7 @@ class Pipeline:
         conditions = State(augmented(encoded.condition_video, noise, patch), encoded.condition_audio)
         return conditions, State(patchify_video(noise.video, patch), noise.audio_rows)
 
-    def trajectory(self, resolved: Resolved, encoded: Encoded, units: Units) -> Iterator[Iterator[State]]:
+    def trajectory(self, resolved: Resolved, encoded: Encoded, units: Units) -> Generator[Iterator[State], None, None]:
         """For each output the rows being denoised: the initial noise, then, on the engines' device, each step's.
 
         An output's states must be taken before the next output is asked for. Raises Cancelled.
@@ -219,20 +252,58 @@ class Pipeline:
                 steps = denoiser.sample(sequence, schedule, resolved.quality, conditions, start, units)
                 yield itertools.chain((start,), steps)
 
+    def _admit(self, resolved: Resolved, text_rows: int) -> None:
+        """Raises RequestError when rank 0's memory does not admit a request; other machines' may be another."""
+
+        def admitted() -> dict[str, torch.Tensor]:
+            self._intake.admit(resolved, text_rows)
+            return {}
+
+        self._peers.from_first(admitted)
+
     def _encode(self, taken: Taken, report: Reporter, cancellation: Cancellation) -> Encoded:
-        resolved, presented = taken.resolved, taken.presented
-        pixels = [ReferencePixels(resolved, place, data) for place, data in enumerate(taken.media)]
-        sizes = [self._conditioner.units(one) for one in resolved.references]
-        total = sum(sizes) + len(presented.vision) + self._encoder.layers
+        total = sum(map(self._conditioner.units, taken.resolved.references))
+        total += len(taken.presented.vision) + self._encoder.layers
         units = Units("encode", total, report, cancellation)
         with self._stage("encode"):
-            rows = []
-            for place, end in enumerate(itertools.accumulate(sizes)):
-                rows.append(self._condition(taken, place, pixels[place], units))
-                units.reach(end)
-            (text,) = self._cache.get(prompt_key(resolved, presented), partial(self._text, taken, pixels, units))
+            made = self._peers.from_first(partial(self._first_encodes, taken, units))
+            text = made.get(TEXT)
+            if text is None:
+                text = self._encode_together(taken, made, units, cancellation)
             units.reach(total)
-        return Encoded(text, torch.from_numpy(presented.tags), *self._joined(rows))
+        return Encoded(text, torch.from_numpy(taken.presented.tags), made[CONDITION_VIDEO], made[CONDITION_AUDIO])
+
+    def _first_encodes(self, taken: Taken, units: Units) -> dict[str, torch.Tensor]:
+        """Rank 0's part: the rows of all references, and the text, unless ranks are to share its encoder's tensors.
+
+        Then instead, where it is not known from before, what the text encoder reads beside the text.
+        """
+        pixels = [ReferencePixels(taken.resolved, place, data) for place, data in enumerate(taken.media)]
+        sizes = [self._conditioner.units(one) for one in taken.resolved.references]
+        rows = []
+        for place, end in enumerate(itertools.accumulate(sizes)):
+            rows.append(self._condition(taken, place, pixels[place], units))
+            units.reach(end)
+        video, audio = self._joined(rows)
+        made = {CONDITION_VIDEO: video, CONDITION_AUDIO: audio}
+        if (found := self._cache.find(prompt_key(taken.resolved, taken.presented))) is not None:
+            return made | {TEXT: found[0]}
+        placed = self._conditioner.pictures(taken.presented, pixels, units)
+        if self._peers.tensors is not None:
+            return made | to_tensors(placed)
+        return made | {TEXT: self._text(taken, placed, units)}
+
+    def _encode_together(
+        self, taken: Taken, made: Mapping[str, torch.Tensor], units: Units, cancellation: Cancellation
+    ) -> torch.Tensor:
+        """The conditioning by the ranks that share the text encoder's tensors, for all ranks."""
+        blocks, agreed = taken.presented.vision, self._peers.agreed(cancellation, self._peers.tensor_control)
+
+        def encode() -> dict[str, torch.Tensor]:
+            with units.asking(agreed):
+                return {TEXT: self._text(taken, from_tensors(blocks, made), units)}
+
+        return self._peers.from_first(encode, together=self._peers.tensors is not None)[TEXT]
 
     def _condition(self, taken: Taken, place: int, pixels: ReferencePixels, units: Units) -> Entry:
         """The rows of one reference, of its picture and of its sound."""
@@ -243,9 +314,11 @@ class Pipeline:
         )
         return self._cache.get(reference_key(resolved, place), make)
 
-    def _text(self, taken: Taken, pixels: list[ReferencePixels], units: Units) -> Entry:
-        placed = self._conditioner.pictures(taken.presented, pixels, units)
-        return (self._encoder.encode(torch.from_numpy(taken.presented.token_ids), placed, units).cpu(),)
+    def _text(self, taken: Taken, placed: Sequence[Placed], units: Units) -> torch.Tensor:
+        """The conditioning of a prompt that has not been encoded before, on the CPU."""
+        text = self._encoder.encode(torch.from_numpy(taken.presented.token_ids), placed, units).cpu()
+        (kept,) = self._cache.keep(prompt_key(taken.resolved, taken.presented), (text,))
+        return kept
 
     def _joined(self, rows: list[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of all references, of both streams."""
@@ -262,10 +335,17 @@ class Pipeline:
     def _denoise(
         self, resolved: Resolved, encoded: Encoded, report: Reporter, cancellation: Cancellation
     ) -> Iterator[Latents]:
-        units = Units("denoise", resolved.outputs * resolved.forwards, report, cancellation)
-        for states in self.trajectory(resolved, encoded, units):
-            (state,) = deque(states, maxlen=1)
-            yield self.latents(resolved, state)
+        agreed = self._peers.agreed(cancellation, self._peers.row_control)
+        units = Units("denoise", resolved.outputs * resolved.forwards, report, agreed)
+        with closing(self.trajectory(resolved, encoded, units)) as outputs:
+
+            def denoise() -> dict[str, torch.Tensor]:
+                (state,) = deque(next(outputs), maxlen=1)
+                return dict(zip(LATENTS, self.latents(resolved, state), strict=True))
+
+            for _ in range(resolved.outputs):
+                made = self._peers.from_first(denoise, together=self._peers.rows is not None)
+                yield made[LATENTS[0]], made[LATENTS[1]]
 
     def latents(self, resolved: Resolved, state: State) -> Latents:
         """The latents that one output's rows are."""
@@ -273,6 +353,23 @@ class Pipeline:
         return video.cpu(), unpack_audio(state.audio, resolved.audio_latents).unsqueeze(0).cpu()
 
     def _decode(
+        self,
+        resolved: Resolved,
+        latents: Latents,
+        report: Reporter,
+        cancellation: Cancellation,
+        deliver: Deliver,
+    ) -> bytes:
+        made: list[bytes] = []
+
+        def decode() -> dict[str, torch.Tensor]:
+            made.append(self._clip(resolved, latents, report, cancellation, deliver))
+            return {}
+
+        self._peers.from_first(decode)
+        return b"".join(made)
+
+    def _clip(
         self,
         resolved: Resolved,
         latents: Latents,
@@ -337,6 +434,30 @@ def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
         "denoise": (*denoise, *with_sides),
         "decode": ("video_decoder_tile", "audio_decoder"),
     }
+
+
+def _takes_part(peers: Peers, graph: str) -> bool:
+    """Whether a rank has a share of what an engine does, where there are others."""
+    if peers.first:
+        return True
+    if graph.startswith("text_encoder."):
+        return peers.tensors is not None
+    if graph == "video_decoder_tile":
+        return peers.tiles is not None
+    alone = (*VISION, *CONDITIONING, "audio_decoder")
+    return peers.rows is not None and graph not in alone
+
+
+def _check_peers(store: EngineStore, stages: Collection[PipelineStage], peers: Peers) -> None:
+    """Raises StoreError unless as many processes share each of the stages as the store's engines were built for."""
+    profile = store.manifest.profile
+    built, found = profile.ranks.serving(stages), peers.ranks.serving(stages)
+    for (stage, ranks), (_, processes) in zip(built, found, strict=True):
+        if ranks != processes:
+            raise StoreError(
+                f"{store.root}: profile {profile.name} has ranks.{stage} = {ranks}, and {processes} are here to share "
+                f"the stage; a store of several ranks is served by as many processes: h3trt serve starts them"
+            )
 
 
 def _check_encoded(resolved: Resolved, encoded: Encoded) -> None:

@@ -11,7 +11,7 @@ from plugins.dimensions import DenoiserDimensions
 
 def adapted(weighing: Weighing) -> tuple[str, ...]:
     """The graphs of a profile that adapters change."""
-    whole = weighing.profile.row_chunk == 0
+    whole = not weighing.profile.segmented
     return tuple(graph for graph in ADAPTED if graph == "context" or (graph == "block") == whole)
 
 

@@ -34,7 +34,7 @@ def rows_of(profile: Profile, shape: Shape, references: References) -> Rows:
     text = references.workload.text_rows + references.text_rows
     audio, video = shape.audio_rows + references.audio_rows, shape.video_rows + references.video_rows
     total = text + audio + video
-    local = math.ceil(total / profile.ranks.ulysses)
+    local = profile.local_rows(total)
     chunk = min(profile.row_chunk or local, local)
     return Rows(text=text, audio=audio, video=video, total=total, local=local, chunk=chunk)
 
@@ -225,7 +225,7 @@ class Costs:
 
     def _blocks(self) -> Iterator[tuple[str, Run]]:
         runs, base = self._size.layers * self.workload.forwards, self.weighing.profile.attention.blocks
-        if not self.weighing.profile.row_chunk:
+        if not self.weighing.profile.segmented:
             yield "block", self._whole_block(runs, base)
             return
         chunks = math.ceil(self.rows.local / self.rows.chunk)
@@ -237,8 +237,8 @@ class Costs:
         """The engines of further tiers: working memory of their own, but the weights and buffers of the first's."""
         profile = self.weighing.profile
         for kind in profile.further_attention:
-            graph = "block.attend" if profile.row_chunk else "block"
-            run = self._attend(0, kind) if profile.row_chunk else self._whole_block(0, kind)
+            graph = "block.attend" if profile.segmented else "block"
+            run = self._attend(0, kind) if profile.segmented else self._whole_block(0, kind)
             held = {
                 "graph": graph_name(graph, kind, profile.attention.blocks),
                 "activations": math.ceil(run.activations),

@@ -7,6 +7,7 @@ from engines.plan.plan import PlanError, Workload
 from engines.plan.run import Weighing
 from engines.plan.weights import Model
 from engines.profile import Profile
+from plugins.dimensions import Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SECONDS_MINIMUM
 
 
@@ -17,9 +18,7 @@ def check(profile: Profile, model: Model, workload: Workload) -> None:
         PlanError: for the first one that is wrong, with the nearest that is right.
     """
     outline = model.outline
-    size, text = outline.dimensions.denoiser, outline.dimensions.text_encoder
-    _check_divisor(profile, "ranks.ulysses", profile.ranks.ulysses, size.heads, "attention heads")
-    _check_divisor(profile, "ranks.text_encoder", profile.ranks.text_encoder, text.kv_heads, "key and value heads")
+    check_ranks(profile, outline.dimensions)
     student = outline.student
     if student is not None and workload.forwards != student.schedule.forwards:
         rule = f"{student.name} has exactly {student.schedule.forwards}"
@@ -37,6 +36,17 @@ def check(profile: Profile, model: Model, workload: Workload) -> None:
     if not SECONDS_MINIMUM <= workload.seconds <= SECONDS_MAXIMUM:
         raise PlanError(f"seconds = {workload.seconds:g}: must be from {SECONDS_MINIMUM} to {SECONDS_MAXIMUM}")
     _check_shapes(profile, Costs(Weighing(profile, model), workload))
+
+
+def check_ranks(profile: Profile, dimensions: Dimensions) -> None:
+    """Checks that the ranks of each stage divide what they share.
+
+    Raises:
+        PlanError: for the first that do not, with the nearest that do.
+    """
+    size, text = dimensions.denoiser, dimensions.text_encoder
+    _check_divisor(profile, "ranks.ulysses", profile.ranks.ulysses, size.heads, "attention heads")
+    _check_divisor(profile, "ranks.text_encoder", profile.ranks.text_encoder, text.kv_heads, "key and value heads")
 
 
 def sizes(costs: Costs) -> dict[str, int]:

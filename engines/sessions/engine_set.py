@@ -42,6 +42,11 @@ class EngineSet:
         """The partitions that are open."""
         return self._partitions
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that the open graphs are bound to."""
+        return self.manifest.bound_bytes(self._graphs)
+
     @staticmethod
     def open(
         store: str | Path | EngineStore,
@@ -56,7 +61,8 @@ class EngineSet:
         """
         opened = store if isinstance(store, EngineStore) else EngineStore.open(store)
         manifest = opened.manifest
-        chosen_graphs, chosen_partitions = list(graphs or manifest.graphs), list(partitions or manifest.partitions)
+        chosen_graphs = list(manifest.graphs if graphs is None else graphs)
+        chosen_partitions = list(partitions or manifest.partitions)
         _check_present("graph", chosen_graphs, manifest.graphs, opened.root)
         _check_present("partition", chosen_partitions, manifest.partitions, opened.root)
         return EngineSet(opened, chosen_graphs, chosen_partitions)

@@ -25,11 +25,20 @@ class MappedWeights:
         """The weight's bytes in its shape, as the numpy type that stores the dtype (bfloat16 as uint16).
 
         A tensor that does not start at a multiple of its item size (a file may hold an odd number of 16-bit items
-        before 32-bit ones) is copied: kernels may read items whole.
+        before 32-bit ones) is copied: kernels may read items whole. So is a rank's part that does not lie together.
         """
-        data = self.file(region.file)[region.offset : region.offset + region.nbytes(dtype)]
+        data = self.runs(region, region.nbytes(dtype)).reshape(-1)
         items = data.view(STORAGE[dtype]).reshape(region.shape)
         return items if items.flags.aligned else items.copy()
+
+    def runs(self, region: Region, nbytes: int) -> NDArray[np.uint8]:
+        """The weight's bytes as they lie, [runs, bytes of one]; all of them are one run, where no ranks divide it."""
+        run, pitch = region.cut or (nbytes, nbytes)
+        if not run:
+            return np.empty((1, 0), np.uint8)
+        # Numpy sees that all of it lies in the file.
+        file = self.file(region.file)
+        return np.ndarray((nbytes // run, run), np.uint8, buffer=file, offset=region.offset, strides=(pitch, 1))
 
     def file(self, index: int) -> NDArray[np.uint8]:
         """All bytes of one of the manifest's weight files."""
@@ -70,8 +79,8 @@ class PackedUnits:
         """Writes a unit to host memory, uint8 of its size, from the mapped files."""
         target = destination.numpy()
         for region, (offset, nbytes) in self._starts[unit].items():
-            data = self._mapped.file(region.file)[region.offset : region.offset + nbytes]
-            target[offset : offset + nbytes] = data
+            data = self._mapped.runs(region, nbytes)
+            target[offset : offset + nbytes].reshape(data.shape)[:] = data
 
 
 class _Place(NamedTuple):

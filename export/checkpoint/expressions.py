@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
+
+from plugins.cut import Cut
 
 
 class Weight:
@@ -54,7 +57,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stored(Weight):
-    """A tensor as it lies in a safetensors file: `nbytes` at `offset` from the start of `file`, row-major."""
+    """A tensor as it lies in a safetensors file: `nbytes` from `offset` from the start of `file`, row-major.
+
+    With a `cut` it is the first rank's part of such a tensor, whose bytes do not lie together.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,6 +68,12 @@ class Stored(Weight):
     file: Path
     offset: int
     nbytes: int
+    cut: Cut | None = None
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file from its first to its last."""
+        return self.cut.span(self.nbytes) if self.cut else self.nbytes
 
     def leaves(self) -> Iterator[Stored]:
         yield self
@@ -74,6 +86,19 @@ class Stored(Weight):
         row = self.nbytes // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         return Stored(shape, self.dtype, self.key, self.file, self.offset + start * row, (stop - start) * row)
+
+    def share(self, ranks: int, dim: int, groups: int = 1) -> Stored:
+        """The first rank's part, where `ranks` divide each of the `groups` equal parts that the tensor has along `dim`.
+
+        Raises:
+            ValueError: they do not divide it, or it is a part already.
+        """
+        if self.cut is not None or self.shape[dim] % (groups * ranks):
+            raise ValueError(f"{self.file}: {self.key} {list(self.shape)}: {ranks} ranks do not divide axis {dim}")
+        shape = (*self.shape[:dim], self.shape[dim] // ranks, *self.shape[dim + 1 :])
+        pitch = self.nbytes // (groups * prod(self.shape[:dim]))
+        cut = Cut(pitch // ranks, pitch)
+        return Stored(shape, self.dtype, self.key, self.file, self.offset, self.nbytes // ranks, cut)
 
 
 @dataclass(frozen=True)

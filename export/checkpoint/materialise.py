@@ -21,18 +21,24 @@ def materialise(weight: Weight) -> torch.Tensor:
 
 
 def map_stored(stored: Stored) -> torch.Tensor:
-    """The stored tensor as a view of its file. The mapping is private: writes to it never reach the file.
+    """The stored tensor as a view of its file; a part that does not lie together is copied.
+
+    The mapping is private: writes to it never reach the file.
 
     Raises:
         CheckpointError: the file has become shorter than its header says.
     """
     if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=stored.dtype)
-    size, end = stored.file.stat().st_size, stored.offset + stored.nbytes
+    size, end = stored.file.stat().st_size, stored.offset + stored.span
     if size < end:
         raise CheckpointError(stored.file, stored.key, f"a file of at least {end} bytes", f"{size} bytes")
     start = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
     with stored.file.open("rb") as stream:
         pages = mmap.mmap(stream.fileno(), end - start, offset=start, access=mmap.ACCESS_COPY)
-    flat = torch.frombuffer(pages, dtype=stored.dtype, count=prod(stored.shape), offset=stored.offset - start)
-    return flat.view(stored.shape)
+    count, first = stored.span // stored.dtype.itemsize, stored.offset - start
+    flat = torch.frombuffer(pages, dtype=stored.dtype, count=count, offset=first)
+    if stored.cut is not None:
+        run, pitch = (nbytes // stored.dtype.itemsize for nbytes in stored.cut)
+        flat = flat.as_strided((stored.nbytes // stored.cut.run, run), (pitch, 1))
+    return flat.reshape(stored.shape)

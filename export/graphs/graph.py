@@ -16,6 +16,8 @@ class Axis:
 
     `provable`: the tracer can show that the traced graph holds for all legal sizes. Where it cannot, as with strided
     convolutions down to a single element, the graph's trials must show it: they include the smallest size.
+
+    `follows` names an axis that this one grows with: where the other's sizes are cut into ranges, these are as well.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Axis:
     maximum: int
     multiple: int = 1
     provable: bool = True
+    follows: str = ""
 
 
 @dataclass(frozen=True)

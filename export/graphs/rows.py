@@ -16,6 +16,9 @@ AUDIO_ROWS = Axis("audio_rows", 1, 16_384)
 ROWS = Axis("rows", 1, 262_144)
 """S: the packed sequence."""
 
+LOCAL_ROWS = Axis("local_rows", 1, 262_144, follows="rows")
+"""n: one rank's run of the packed sequence, which may end in padding."""
+
 CHUNK_ROWS = Axis("chunk_rows", 1, 262_144)
 """R: consecutive rows of the packed sequence that go through row-local work together."""
 

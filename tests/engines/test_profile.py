@@ -51,8 +51,8 @@ def test_a_profile_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
         ('threads = "auto"', f"threads = {'[' * 5000}{']' * 5000}", "not a profile: its values are nested too deeply"),
         (
             "[attention]",
-            "[ranks]\nulysses = 2\ntext_encoder = 1\nvideo_tiles = 1\n[attention]",
-            "ranks.ulysses = 2: must be 1 without GPUs",
+            "[ranks]\nulysses = 65\ntext_encoder = 1\nvideo_tiles = 1\n[attention]",
+            "ranks.ulysses = 65: must be at most 64",
         ),
     ],
 )

@@ -1,0 +1,37 @@
+"""Shares the heads of a segmented block's attention between ranks; its other segments take whatever rows a rank has.
+
+Ranks of a sequence-parallel group hold runs of rows. Between `block.project`, which makes all heads of some rows, and
+`block.attend`, which reads all rows of some heads, they exchange; and so before `block.finish`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from export.graphs.graph import Graph, TensorSpec
+
+ATTEND = "block.attend"
+
+
+def share_heads(graph: Graph, heads: int, ranks: int) -> Graph:
+    """The graph of one of so many ranks: that of `block.attend` has its share of `heads`, any other is as it is.
+
+    Raises:
+        ValueError: the ranks do not divide the heads.
+    """
+    if heads % ranks:
+        raise ValueError(f"ranks = {ranks}: must divide {heads} heads")
+    if graph.name != ATTEND or ranks == 1:
+        return graph
+    return replace(
+        graph,
+        inputs=tuple(_narrowed(spec, ranks) if spec.shape[1:2] == (heads,) else spec for spec in graph.inputs),
+        outputs=tuple(_narrowed(spec, ranks) for spec in graph.outputs),
+    )
+
+
+def _narrowed(spec: TensorSpec, ranks: int) -> TensorSpec:
+    """With a share of what is behind the rows: heads [S, heads, head_dim], or their mixed values [S, inner]."""
+    rows, wide, *rest = spec.shape
+    assert isinstance(wide, int)
+    return replace(spec, shape=(rows, wide // ranks, *rest))
