@@ -18,6 +18,7 @@ from export.linears import Quantisable
 from export.passes.choose_attention import choose_attention
 from export.passes.quantise_linears import quantise_linears
 from export.passes.shard_rows import shard_rows
+from export.passes.shard_text_encoder import shard_text_encoder
 from export.passes.share_heads import share_heads
 from export.schemes import SchemeName
 from export.sidecar import Sidecar, plan_sidecar
@@ -55,7 +56,7 @@ def profile_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partitio
     for name, graphs in components.items():
         further = _further(checkpoint, profile, partition) if name == "denoiser" else {}
         quantise = partial(quantise_linears, sidecar=planned[name]) if name in planned else _as_it_is
-        found += map(quantise, graphs)
+        found += (shared for graph in map(quantise, graphs) for shared in _shared(graph, profile))
         # Linear layers are listed by the name of the graph that is served, not of its variant.
         found += (replace(quantise(graph), name=variant) for variant, graph in further.items())
     return tuple(found)
@@ -106,6 +107,14 @@ def _of_a_rank(checkpoint: Checkpoint, profile: Profile, attention: BlockAttenti
     # A segment that attends has a rank's heads already; a whole block comes to them by the exchange inside it.
     attended = heads // ranks if profile.segmented else heads
     return shard_rows(choose_attention(graph, attention, attended), ranks, heads)
+
+
+def _shared(graph: Graph, profile: Profile) -> tuple[Graph, ...]:
+    """One rank's part of a graph whose tensors ranks divide among themselves."""
+    ranks = profile.ranks.text_encoder
+    if ranks == 1 or not graph.name.startswith("text_encoder."):
+        return (graph,)
+    return shard_text_encoder(graph, ranks, segmented=profile.backend == "onnxruntime")
 
 
 def _as_it_is(graph: Graph) -> Graph:

@@ -417,6 +417,10 @@ class EngineStore:
             raise store._error(f"{root / MANIFEST}: {problem}")
         return store
 
+    def of_rank(self, rank: int) -> EngineStore:
+        """The store as one of the ranks that divide the tensors of some graphs sees it: its weights are that rank's."""
+        return EngineStore(self.root, self.manifest.of_rank(rank))
+
     @property
     def tokenizer_file(self) -> Path:
         """The checkpoint's tokenizer.json, as copied into the store."""
@@ -505,7 +509,7 @@ class EngineStore:
         if stage == "ulysses" and (attend := graphs.get("block.attend")):
             return all(spec.shape[1] * ranks == dimensions.denoiser.heads for spec in attend.inputs[:3])
         if stage == "text_encoder" and "text_encoder.layer.attend" in graphs:
-            return True
+            return graphs["text_encoder.embedding"].outputs[0].shape[1] * ranks == dimensions.text_encoder.hidden
         part = "text_encoder." if stage == "text_encoder" else "block"
         return any(sum(engine.exchanges) for name, engine in graphs.items() if name.startswith(part))
 

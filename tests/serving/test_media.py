@@ -42,7 +42,10 @@ CPU_SECONDS, GROWTH = 2, 300 << 20
 """What a hostile file may cost of processor time and memory."""
 
 LEFT = 1.02
-"""What mixed requests may leave of memory, beside what the first five left."""
+"""What mixed requests may leave of memory, beside what the first six left."""
+
+SETTLED = 0.001
+"""Of memory: what two looks, half a second apart, differ by when nothing is given back any more."""
 
 
 def _elements(name: str, values: list[bytes]) -> InferInput:
@@ -248,7 +251,7 @@ def _leave_nothing(client: Client, server: TritonServer, some: int, all_of_them:
     _mixed(client, range(some, all_of_them))
     four = [Background(lambda seed=seed: _small(server, seed)) for seed in range(4)]
     assert all(isinstance(one.join(), bytes) for one in four)
-    # What four at once worked with goes when as many others as before the first look have come.
+    # The last one is of the same task as before the first look.
     _mixed(client, range(all_of_them - some, all_of_them))
     assert _memory(server) < LEFT * before
     assert _shared_memory(server) == files
@@ -272,6 +275,11 @@ def _shared_memory(server: TritonServer) -> dict[str, int]:
 
 
 def _memory(server: TritonServer) -> int:
-    """Bytes that the server and its models have to themselves."""
+    """Bytes that the server and its models have to themselves once they give back no more, which follows an answer."""
     process = psutil.Process(server.pid)
-    return sum(one.memory_full_info().uss for one in (process, *process.children(recursive=True)))
+    last, seen = 0, 1
+    deadline = time.monotonic() + 30
+    while abs(seen - last) > SETTLED * seen and time.monotonic() < deadline:
+        time.sleep(0.5)
+        last, seen = seen, sum(one.memory_full_info().uss for one in (process, *process.children(recursive=True)))
+    return seen
