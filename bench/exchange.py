@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from bench import host
 from bench.measuring import Timing, in_turns
-from bench.ranks import together
+from bench.ranks import meet, together
 from engines.plan import released_outline
 from plugins.dimensions import DenoiserDimensions
 from plugins.kernels.open_group import open_group
@@ -29,8 +29,6 @@ SIZES = {"632 MB sent by each rank": 58_816, "632 MB held by each rank": 29_408}
 ROUNDS = 30
 
 RAW, COLLECTIVE, SYMMETRIC = "NCCL all-to-all", "NCCL and relayout", "symmetric memory"
-
-Side = Callable[[], object]
 
 
 def measure(folder: Path) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def _direction(
     received = torch.empty_like(packed)
     raw = {RAW: lambda: dist.all_to_all_single(received, packed)}
     before = all(_equal(run(), expected) for run in sides.values())
-    timings = in_turns({**raw, **sides}, ROUNDS, timer=_once)
+    timings = in_turns({**raw, **sides}, ROUNDS, timer=meet)
     after = all(_equal(run(), expected) for run in sides.values())
     return {
         "rounds": {name: list(timing.rounds) for name, timing in timings.items()},
@@ -134,17 +132,3 @@ def _projected(rank: int, local: int, size: DenoiserDimensions, device: torch.de
     packed.normal_(generator=generator)
     query, key, value = packed.chunk(3, -1)
     return query.contiguous(), key.contiguous(), value
-
-
-def _once(run: Side) -> float:
-    """Milliseconds of one exchange on this rank, which begins when the other rank is there as well."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    meeting = torch.zeros(1, device="cuda")
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.all_reduce(meeting)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))

@@ -49,6 +49,21 @@ def together(run: Measurement, ranks: int, folder: Path, limit: float = 300.0) -
     return [json.loads(_result(folder, rank).read_text()) for rank in range(ranks)]
 
 
+def meet(run: Callable[[], object]) -> float:
+    """Milliseconds of one run on this rank's GPU, which begins when the others are there as well."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    meeting = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    dist.barrier()
+    # The barrier is the hosts'; this is the devices'.
+    dist.all_reduce(meeting)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
 def free_port() -> int:
     """A port of the loopback that nobody listens on."""
     with socket.socket() as listening:

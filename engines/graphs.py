@@ -17,6 +17,7 @@ from export.graphs.model import Compute, component_graphs
 from export.linears import Quantisable
 from export.passes.choose_attention import choose_attention
 from export.passes.quantise_linears import quantise_linears
+from export.passes.shard_text_encoder import shard_text_encoder
 from export.passes.share_heads import share_heads
 from export.schemes import SchemeName
 from export.sidecar import Sidecar, plan_sidecar
@@ -54,7 +55,7 @@ def profile_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partitio
     for name, graphs in components.items():
         further = _further(checkpoint, profile, partition) if name == "denoiser" else {}
         quantise = partial(quantise_linears, sidecar=planned[name]) if name in planned else _as_it_is
-        found += map(quantise, graphs)
+        found += (shared for graph in map(quantise, graphs) for shared in _shared(graph, profile))
         # Linear layers are listed by the name of the graph that is served, not of its variant.
         found += (replace(quantise(graph), name=variant) for variant, graph in further.items())
     return tuple(found)
@@ -99,6 +100,14 @@ def _dense(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> di
 def _attended_heads(checkpoint: Checkpoint, profile: Profile) -> int:
     """Heads that the graph which attends has: where it is a segment, those of one rank."""
     return checkpoint.dimensions.denoiser.heads // (profile.ranks.ulysses if profile.segmented else 1)
+
+
+def _shared(graph: Graph, profile: Profile) -> tuple[Graph, ...]:
+    """One rank's part of a graph whose tensors ranks divide among themselves."""
+    ranks = profile.ranks.text_encoder
+    if ranks == 1 or not graph.name.startswith("text_encoder."):
+        return (graph,)
+    return shard_text_encoder(graph, ranks, segmented=profile.backend == "onnxruntime")
 
 
 def _as_it_is(graph: Graph) -> Graph:

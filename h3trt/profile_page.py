@@ -65,7 +65,8 @@ def tier_rows(
     base, built = profile.attention.blocks, (profile.attention.blocks, *profile.further_attention)
     for tier in profile.tiers:
         made = quality(tier, forwards, video_shift, positions)
-        engines = dict.fromkeys(graph_name("block", served_by(one.attention, built), base) for one in made.attending)
+        attends = "block.attend" if profile.segmented else "block"
+        engines = dict.fromkeys(graph_name(attends, served_by(one.attention, built), base) for one in made.attending)
         attention = ", then ".join(map(str, made.attending))
         yield f"`{profile.name}`", f"`{tier.name}`", tier.linears, attention, ", ".join(f"`{e}`" for e in engines)
 

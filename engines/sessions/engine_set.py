@@ -42,6 +42,11 @@ class EngineSet:
         """The partitions that are open."""
         return self._partitions
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that the open graphs are bound to."""
+        return self.manifest.bound_bytes(self._graphs)
+
     @staticmethod
     def open(
         store: str | Path | EngineStore,

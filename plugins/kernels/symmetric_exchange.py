@@ -1,4 +1,4 @@
-"""Exchanges between GPUs of one host by stores into each other's memory: `exchange.cu` says how, here is what runs it.
+"""Exchanges between GPUs of one host by writes into each other's memory: `exchange.cu` says how, here is what runs it.
 
 The memory is torch's symmetric memory; NVLink multicast is not used. A result lies in memory that peers write, so it
 lasts until the next exchange in the same direction.
@@ -6,9 +6,9 @@ lasts until the next exchange in the same direction.
 Each exchange is a barrier, the kernel, and a barrier, all on torch's current stream; the host waits for nothing, and a
 CUDA graph can hold it. What the barriers are for:
 
-- Behind the kernel: a rank that has passed it knows that every rank's stores have come, since each rank's kernel has
+- Behind the kernel: a rank that has passed it knows that every rank's writes have come, since each rank's kernel has
   ended before that rank arrives, and arriving releases and passing acquires at the system's scope.
-- In front of it: stores go into the memory that held the last result of this direction, which a slower peer may still
+- In front of it: writes go into the memory that held the last result of this direction, which a slower peer may still
   be reading. A rank arrives when all that was queued before is done, so behind this barrier nobody reads it any more.
 
 The directions have memory of their own: heads that came stay valid while rows go back. With the barrier in front one
@@ -21,7 +21,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -32,20 +33,30 @@ from torch.distributed import _symmetric_memory as symmetric
 from plugins.kernels.cuda_module import CudaModule, compile_cubin
 from plugins.ranks import ProcessGroup
 
-CAPABILITY = (8, 0)
-"""Least compute capability that the kernel is compiled for."""
+CAPABILITY = (9, 0)
+"""Least compute capability: the first with bulk copies."""
 
 MAX_RANKS = 16
 """Ranks of one host that a group may have."""
 
 _VECTOR = 16
-_MAX_THREADS = 512
+"""Bytes that bulk copies take multiples of."""
+
+_WARP = 32
 _RUNS = 64
+_MAX_PIECE = 8192
+"""Bytes of a row that go together."""
+
+_ITEM = 16 << 10
+_SHARED = 96 << 10
+"""Bytes of an item and of all stages; the rows of either make it less."""
+
+_FAR_BLOCKS, _NEAR_BLOCKS = 0.75, 0.25
+"""Blocks for each of the GPU's processors: those that write to other ranks, and those that keep what stays."""
+
 _ALIGNMENT = 2 << 20
 """Bytes that memory is allocated in multiples of, as the driver does anyway."""
 
-_UNROLLED = 8
-_BLOCKS_PER_PROCESSOR = 2
 _SOURCE = Path(__file__).with_name("exchange.cu")
 
 _NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
@@ -64,7 +75,11 @@ class _Run(ctypes.Structure):
 
 
 class _Exchange(ctypes.Structure):
-    _fields_ = [("runs", _Run * _RUNS), ("count", ctypes.c_longlong), ("items", ctypes.c_longlong)]
+    _fields_ = [
+        ("runs", _Run * _RUNS),
+        ("groups", ctypes.c_longlong),
+        *((n, ctypes.c_int) for n in ("far", "near", "far_blocks")),
+    ]
 
 
 class SymmetricGroup:
@@ -148,21 +163,63 @@ class SymmetricGroup:
         return min(max(rows - rank * local_rows, 0), local_rows)
 
     def _run(self, memory: _Memory, runs: Sequence[_Run], heads: int, head_bytes: int) -> None:
-        vectors = head_bytes // _VECTOR
-        together = max(h for h in range(1, heads + 1) if heads % h == 0 and h * vectors <= _MAX_THREADS)
-        pieces = [piece for run in runs for piece in _cut(run, heads // together, together * head_bytes, together)]
-        lanes = max(1, _MAX_THREADS // (together * vectors))
-        groups = -(-max(run.rows for run in runs) // (lanes * _UNROLLED))
-        if len(pieces) > _RUNS:
-            raise ExchangeError(f"{heads} heads for each of {self.size} ranks: at most {_RUNS} runs, not {len(pieces)}")
-        job = _Exchange((_Run * _RUNS)(*pieces), len(pieces), groups * len(pieces))
-        module = _module(together * vectors, lanes, vectors, self._device)
+        """Runs in the order of `_peers`, time and again."""
+        shape = _Shape.of(heads, head_bytes)
+        far: list[_Run] = []
+        near: list[_Run] = []
+        for place, run in enumerate(runs):
+            (near if place % self.size == self.size - 1 else far).extend(shape.cut(run, heads))
+        if len(far) + len(near) > _RUNS:
+            raise ExchangeError(f"{heads} heads for each of {self.size} ranks: more than {_RUNS} runs of rows")
+        groups = -(-max(run.rows for run in runs) // shape.rows)
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        blocks = [
+            min(groups * len(some), int(share * processors))
+            for some, share in ((far, _FAR_BLOCKS), (near, _NEAR_BLOCKS))
+        ]
         memory.barrier()
         if groups:
-            grid = min(job.items, _BLOCKS_PER_PROCESSOR * processors)
-            module.launch("exchange", (grid, 1, 1), together * vectors * lanes, [job])
+            job = _Exchange((_Run * _RUNS)(*far, *near), groups, len(far), len(near), blocks[0])
+            module = _module(shape, self._device)
+            module.launch("exchange", (sum(blocks), 1, 1), _WARP, [job], shape.shared_bytes)
         memory.barrier()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the kernel is compiled for: heads of a run, their bytes, rows of an item, and stages."""
+
+    heads: int
+    head_bytes: int
+    rows: int
+    stages: int
+
+    @classmethod
+    def of(cls, heads: int, head_bytes: int) -> _Shape:
+        together = max(h for h in range(1, heads + 1) if heads % h == 0 and h * head_bytes <= _MAX_PIECE)
+        piece = together * head_bytes
+        rows = min(_WARP, _ITEM // piece)
+        return cls(together, head_bytes, rows, min(16, _SHARED // (rows * piece)))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.rows * self.heads * self.head_bytes
+
+    def cut(self, run: _Run, heads: int) -> Iterator[_Run]:
+        """A run of that many heads as several of this shape's."""
+        for first in range(0, heads, self.heads):
+            yield _Run(
+                run.source + first * run.source_head,
+                run.target + first * self.head_bytes,
+                *(run.source_row, run.source_head, run.target_row, run.rows),
+            )
+
+    def source(self) -> str:
+        """The CUDA source."""
+        names = ("HEADS", "HEAD_BYTES", "ROWS", "STAGES", "RUNS")
+        values = (self.heads, self.head_bytes, self.rows, self.stages, _RUNS)
+        defines = "\n".join(f"#define {name} {value}" for name, value in zip(names, values, strict=True))
+        return f"{defines}\n{_SOURCE.read_text()}"
 
 
 class _Memory:
@@ -218,25 +275,13 @@ def _shape(part: torch.Tensor, ranks: int) -> tuple[int, int, int]:
 def _in_vectors(part: torch.Tensor) -> bool:
     """Whether the kernel serves it: a question of shape and dtype alone, so that all ranks answer alike."""
     nbytes = part.shape[-1] * part.itemsize
-    return part.numel() > 0 and nbytes % _VECTOR == 0 and nbytes <= _MAX_THREADS * _VECTOR
+    return part.numel() > 0 and nbytes % _VECTOR == 0 and nbytes <= _MAX_PIECE
 
 
 def _aligned(part: torch.Tensor) -> torch.Tensor:
     """The same, where heads begin at multiples of 16 bytes and their channels lie side by side."""
     begins = (part.data_ptr(), part.stride(0) * part.itemsize, part.stride(1) * part.itemsize)
     return part.contiguous() if part.stride(-1) != 1 or any(b % _VECTOR for b in begins) else part
-
-
-def _cut(run: _Run, pieces: int, nbytes: int, heads: int) -> list[_Run]:
-    """A run of many heads as several, of so many bytes of a row each."""
-    return [
-        _Run(
-            run.source + i * heads * run.source_head,
-            run.target + i * nbytes,
-            *(run.source_row, run.source_head, run.target_row, run.rows),
-        )
-        for i in range(pieces)
-    ]
 
 
 def _holders(memory: torch.Tensor) -> int:
@@ -249,14 +294,6 @@ _FREE = _holders(torch.empty(1))
 
 
 @cache
-def _module(vectors: int, lanes: int, head_vectors: int, device: torch.device) -> CudaModule:
+def _module(shape: _Shape, device: torch.device) -> CudaModule:
     architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    return CudaModule(compile_cubin(source(vectors, lanes, head_vectors), architecture), device)
-
-
-def source(vectors: int, lanes: int, head_vectors: int) -> str:
-    """The CUDA source for rows of so many vectors, so many rows side by side, and heads of so many vectors."""
-    names = ("VECTORS", "LANES", "HEAD_VECTORS", "UNROLLED", "RUNS")
-    values = (vectors, lanes, head_vectors, _UNROLLED, _RUNS)
-    defines = "\n".join(f"#define {name} {value}" for name, value in zip(names, values, strict=True))
-    return f"{defines}\n{_SOURCE.read_text()}"
+    return CudaModule(compile_cubin(shape.source(), architecture), device)

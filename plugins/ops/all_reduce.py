@@ -28,4 +28,11 @@ def fake(x: torch.Tensor, group: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-OP = Op("all_reduce", reference, fake, collective("all_reduce", "x", "result", "sum"), calls=(FUNCTION,))
+OP = Op(
+    "all_reduce",
+    reference,
+    fake,
+    collective("all_reduce", "x", "result", "sum"),
+    plugin_shapes=lambda inputs, _: [list(inputs[0])],
+    calls=(FUNCTION,),
+)

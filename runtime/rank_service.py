@@ -1,0 +1,109 @@
+"""What the ranks of an engine store do: the stages of a pipeline as commands, and how these and answers look.
+
+Every rank does each command with the same pipeline calls. A command's header has `do`, the stage or `generate`, and
+`resolved`, the request; its parts are tensors (safetensors) and the request's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from engines.store import EngineStore
+from runtime.condition_cache import ConditionCache
+from runtime.events import Cancellation, Event
+from runtime.frames import Frame
+from runtime.intake import Taken
+from runtime.peers import GLOO, Peers
+from runtime.pipeline import STAGES, Encoded, Pipeline, PipelineStage, Progress
+from runtime.rank_worker import Send
+
+NCCL = "nccl"
+"""Torch's collectives between GPUs."""
+
+ENCODED = ("text", "tags", "condition_video", "condition_audio")
+LATENTS = ("video", "audio")
+TOKENS = ("tokens", "tags")
+
+
+def packed(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bytes:
+    """Tensors under these names as one part."""
+    named = zip(names, tensors, strict=True)
+    # Copies: safetensors refuses tensors that share memory.
+    return safetensors.torch.save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named})
+
+
+def unpacked(names: Sequence[str], part: bytes) -> list[torch.Tensor]:
+    """The inverse, in the order of the names. Raises KeyError for one that is missing."""
+    found = safetensors.torch.load(part)
+    return [found[name] for name in names]
+
+
+class PipelineService:
+    """One rank's pipeline, and the commands that it does."""
+
+    def __init__(self, pipeline: Pipeline, cache: ConditionCache) -> None:
+        self._pipeline, self._cache = pipeline, cache
+        self._commands: Mapping[str, Callable[[Frame, Send, Progress, Cancellation], Frame]] = {
+            "encode": self._encode,
+            "denoise": self._denoise,
+            "decode": self._decode,
+            "generate": self._generate,
+        }
+
+    @classmethod
+    def open(cls, store: str | Path, stages: Collection[str], condition_cache: int) -> PipelineService:
+        """Opens this rank's part of some stages, and does now what the first run of each engine would wait for.
+
+        torch's default group must be open. Raises StoreError, and KeyError for a stage that is none.
+        """
+        chosen: list[PipelineStage] = [stage for stage in STAGES if stage in stages]
+        opened = EngineStore.open(store)
+        cache = ConditionCache(condition_cache)
+        profile = opened.manifest.profile
+        peers = Peers.join(profile.ranks.serving(chosen), backend=NCCL if profile.on_gpu else GLOO)
+        pipeline = Pipeline.open(store, chosen, cache=cache, peers=peers)
+        pipeline.warm()
+        return cls(pipeline, cache)
+
+    def facts(self) -> Mapping[str, int]:
+        """Bytes of weights that this rank's engines read."""
+        return {"weights": self._pipeline.weight_bytes}
+
+    def run(self, command: Frame, send: Send, progress: Callable[[Event], None], cancellation: Cancellation) -> Frame:
+        """Does a command. Raises RequestError and Cancelled."""
+        end = self._commands[command.header["do"]](command, send, progress, cancellation)
+        return Frame({**end.header, "cache": asdict(self._cache.counts)}, end.parts)
+
+    def _encode(self, command: Frame, send: Send, progress: Progress, cancellation: Cancellation) -> Frame:
+        encoded = self._pipeline.encode(self._taken(command), progress, cancellation)
+        return Frame({}, (packed(ENCODED, [getattr(encoded, name) for name in ENCODED]),))
+
+    def _denoise(self, command: Frame, send: Send, progress: Progress, cancellation: Cancellation) -> Frame:
+        resolved = self._pipeline.restore(command.header["resolved"])
+        encoded = Encoded(*unpacked(ENCODED, command.parts[0]))
+        made = self._pipeline.denoise(resolved, encoded, progress, cancellation)
+        return Frame({}, tuple(packed(LATENTS, latents) for latents in made))
+
+    def _decode(self, command: Frame, send: Send, progress: Progress, cancellation: Cancellation) -> Frame:
+        resolved = self._pipeline.restore(command.header["resolved"])
+        video, audio = unpacked(LATENTS, command.parts[0])
+        return Frame({}, (self._pipeline.decode(resolved, video, audio, progress, cancellation),))
+
+    def _generate(self, command: Frame, send: Send, progress: Progress, cancellation: Cancellation) -> Frame:
+        def hand_on(index: int, piece: bytes) -> None:
+            send(Frame({"piece": index}, (piece,)))
+
+        clips = self._pipeline.generate(self._taken(command), progress, cancellation, hand_on)
+        for index, mp4 in enumerate(clips):
+            send(Frame({"clip": index}, (mp4,)))
+        return Frame({})
+
+    def _taken(self, command: Frame) -> Taken:
+        tokens, tags = unpacked(TOKENS, command.parts[0])
+        resolved = self._pipeline.restore(command.header["resolved"])
+        return self._pipeline.retake(resolved, tokens.numpy(), tags.numpy(), command.parts[1:])

@@ -1,0 +1,213 @@
+"""A pipeline whose engines run in the ranks of a group, and the choice between it and one in this process.
+
+Requests are taken in here; what is left of them goes to the ranks as commands (`runtime.rank_service`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engines.store import EngineStore, Manifest
+from runtime.condition_cache import CacheCounts, ConditionCache
+from runtime.events import Cancellation, Cancelled, Event
+from runtime.frames import Frame
+from runtime.intake import Files, Intake, Taken
+from runtime.media.source import MediaPolicy
+from runtime.pipeline import STAGES, Encoded, Latents, Pieces, Pipeline, PipelineStage, Progress
+from runtime.rank_place import Meeting
+from runtime.rank_service import ENCODED, LATENTS, TOKENS, packed, unpacked
+from runtime.ranks import DEFAULT_STALL_SECONDS, GroupSettings, RankGroup
+from runtime.refusal import MISSING, RequestError
+from runtime.request import Resolved
+from runtime.text import Tokenizer
+
+
+@dataclass
+class CacheThere:
+    """The cache of conditions in the ranks, as their last answer told of it."""
+
+    counts: CacheCounts
+
+
+class RankedPipeline:
+    """The stages over one store, each done by all ranks of a group. Serves one request at a time.
+
+    All that waits for ranks raises RankLost when one is lost; the group starts again by itself.
+    """
+
+    def __init__(self, intake: Intake, group: RankGroup) -> None:
+        """group: has been started; it is closed with the pipeline."""
+        self._intake = intake
+        self._group = group
+        self.cache = CacheThere(CacheCounts())
+        """What the ranks keep of what they encode."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store was built from and for."""
+        return self._intake.manifest
+
+    @property
+    def restarts(self) -> int:
+        """How often the ranks have been started again."""
+        return self._group.restarts
+
+    @property
+    def weights(self) -> Sequence[int]:
+        """Bytes of weights of each rank."""
+        return self._group.facts.get("weights", [])
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._group.close()
+
+    def warm(self) -> None:
+        """Nothing: ranks have opened every engine before they are ready, and again when they are started again."""
+
+    def take(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Taken:
+        """The request with every choice made, admitted to this machine's memory, and its files. Raises RequestError."""
+        return self._intake.take(prompt, params, files)
+
+    def restore(self, raw: bytes | str) -> Resolved:
+        """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
+        return self._intake.restore(raw)
+
+    def retake(
+        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
+    ) -> Taken:
+        """A request whose parts came over the wire: tokens and tags [L], and its files. Raises RequestError."""
+        return self._intake.retake(resolved, tokens, tags, media)
+
+    def encode(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Encoded:
+        """What the denoiser is conditioned on. Raises Cancelled, and RequestError for files that do not decode."""
+        (end,) = self._run("encode", taken.resolved, _parts(taken), progress, cancellation)
+        return Encoded(*unpacked(ENCODED, end.parts[0]))
+
+    def denoise(
+        self, resolved: Resolved, encoded: Encoded, progress: Progress, cancellation: Cancellation
+    ) -> Iterator[Latents]:
+        """The latents of each output: output i is what seed + i gives. All of them are there when this returns.
+
+        Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
+        """
+        part = packed(ENCODED, [getattr(encoded, name) for name in ENCODED])
+        (end,) = self._run("denoise", resolved, [part], progress, cancellation)
+        return iter([(video, audio) for video, audio in (unpacked(LATENTS, part) for part in end.parts)])
+
+    def decode(
+        self,
+        resolved: Resolved,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        progress: Progress,
+        cancellation: Cancellation,
+    ) -> bytes:
+        """The MP4 of one output's latents.
+
+        Raises RequestError when memory does not admit it, as a request may reach this stage by itself, and Cancelled.
+        """
+        (end,) = self._run("decode", resolved, [packed(LATENTS, (video, audio))], progress, cancellation)
+        return end.parts[0]
+
+    def generate(
+        self,
+        taken: Taken,
+        progress: Progress,
+        cancellation: Cancellation,
+        pieces: Pieces = lambda index, piece: None,
+    ) -> Iterator[bytes]:
+        """All stages of one request: an MP4 for each output, when it is ready. Raises Cancelled.
+
+        pieces: is given each MP4 also while it is made: a fragmented one fragment by fragment, another in one piece.
+        """
+        for frame in self._run("generate", taken.resolved, _parts(taken), progress, cancellation):
+            if "piece" in frame.header:
+                pieces(frame.header["piece"], frame.parts[0])
+            elif "clip" in frame.header:
+                yield frame.parts[0]
+
+    def _run(
+        self,
+        do: str,
+        resolved: Resolved,
+        parts: Sequence[bytes],
+        progress: Progress,
+        cancellation: Cancellation,
+    ) -> Iterator[Frame]:
+        """What comes back beside progress, to the end, if that is a good one."""
+        header = {"do": do, "resolved": resolved.model_dump_json()}
+        for frame in self._group.run(header, parts, cancellation):
+            if "event" in frame.header:
+                progress(Event.from_json(frame.header["event"]))
+                continue
+            _raise(frame.header)
+            if "cache" in frame.header:
+                self.cache.counts = CacheCounts(**frame.header["cache"])
+            yield frame
+
+
+AnyPipeline = Pipeline | RankedPipeline
+
+
+def open_pipeline(
+    store: str | Path,
+    stages: Collection[PipelineStage] = STAGES,
+    condition_cache: int = 0,
+    policy: MediaPolicy | None = None,
+    stall: float = DEFAULT_STALL_SECONDS,
+    told: Callable[[str], None] = lambda text: None,
+) -> AnyPipeline:
+    """Opens the engines of `stages`: in this process, or in a group of ranks where the profile shares one of them.
+
+    condition_cache: bytes of encoded prompts and references that are kept. stall: seconds after which ranks that do not
+    move are lost. told: hears of ranks that are lost and started again, in a thread of the group. Raises StoreError,
+    and GroupError and RankLost when the ranks do not start.
+    """
+    opened = EngineStore.open(store)
+    profile = opened.manifest.profile
+    size = profile.ranks.serving(stages).processes
+    if size == 1:
+        return Pipeline.open(opened.root, stages, ConditionCache(condition_cache), policy)
+    intake = Intake(opened.manifest, Tokenizer(opened.tokenizer_file), policy)
+    settings = GroupSettings(
+        program=_program(opened.root, stages, condition_cache),
+        size=size,
+        meeting=Meeting.of(os.environ, _port_offset(stages)),
+        threads=0 if profile.on_gpu else profile.thread_count(),
+        stall=stall,
+    )
+    return RankedPipeline(intake, RankGroup(settings, told).start())
+
+
+def _program(store: Path, stages: Collection[PipelineStage], condition_cache: int) -> tuple[str, ...]:
+    chosen = ",".join(stage for stage in STAGES if stage in stages)
+    options = ("--store", str(store.resolve()), "--stages", chosen, "--condition-cache", str(condition_cache))
+    return ("-m", "runtime.rank_worker", *options)
+
+
+def _port_offset(stages: Collection[PipelineStage]) -> int:
+    """A port of its own for each of a server's groups: that of all stages, and behind it those of one."""
+    return 0 if len(stages) > 1 else 1 + STAGES.index(next(iter(stages)))
+
+
+def _parts(taken: Taken) -> list[bytes]:
+    tokens = [torch.from_numpy(array) for array in (taken.presented.token_ids, taken.presented.tags)]
+    return [packed(TOKENS, tokens), *taken.media]
+
+
+def _raise(header: Mapping[str, Any]) -> None:
+    """Raises what a command has ended with, if that is not well."""
+    if header.get("end") == "cancelled":
+        raise Cancelled(header["text"])
+    if header.get("end") == "refused":
+        nearest = header["nearest"]
+        value = MISSING if header["missing"] else header["value"]
+        raise RequestError(header["field"], value, header["rule"], tuple(nearest) if type(nearest) is list else nearest)
