@@ -404,6 +404,11 @@ class Profile(_Table):
         found += self._tier_problems()
         if self.backend == "inductor" and self.weights == "baked":
             found.append("weights = 'baked': must be 'bound' with backend = 'inductor'")
+        if self.ranks.text_encoder > 1 and self.weights == "baked":
+            rule = "each rank has parts of weights, which engines that hold all of them would not share"
+            found.append(
+                f"weights = 'baked': must be 'bound' with ranks.text_encoder = {self.ranks.text_encoder}: {rule}"
+            )
         most, reason = (max(1, self.gpus), f"gpus = {self.gpus}") if self.on_gpu else (MOST_CPU_RANKS, MOST_CPU_RANKS)
         for stage, ranks in self.ranks:
             if ranks > most:

@@ -482,7 +482,7 @@ class EngineStore:
         if stage == "ulysses" and (attend := graphs.get("block.attend")):
             return all(spec.shape[1] * ranks == dimensions.denoiser.heads for spec in attend.inputs[:3])
         if stage == "text_encoder" and "text_encoder.layer.attend" in graphs:
-            return True
+            return graphs["text_encoder.embedding"].outputs[0].shape[1] * ranks == dimensions.text_encoder.hidden
         part = "text_encoder." if stage == "text_encoder" else "block"
         plans = [engine.plan for name, engine in graphs.items() if name.startswith(part)]
         return any(kind.startswith("collective.") for plan in plans if plan is not None for kind in plan.census)

@@ -60,6 +60,8 @@ _CODES = {
     ("engines.sessions.gpu", "PinError"): Exit.USAGE,
     ("engines.steps", "StepFailed"): Exit.ENGINES,
     ("runtime.text", "TokenizerError"): Exit.ENGINES,
+    ("runtime.rank_errors", "GroupError"): Exit.SERVER,
+    ("runtime.rank_errors", "RankLost"): Exit.SERVER,
     ("triton_repo.errors", "ServerError"): Exit.SERVER,
     ("bench.perf.install", "InstallError"): Exit.SERVER,
     ("bench.perf.analyzer", "AnalyzerError"): Exit.SERVER,

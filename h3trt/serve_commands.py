@@ -102,6 +102,7 @@ def serve(
         media_root=media_root,
         condition_cache=cache_bytes(condition_cache),
         warm=warm,
+        hang=hang_timeout,
     )
     policy = RestartPolicy(attempts=restarts, hang=hang_timeout)
     run = {**ports, "ready_timeout": ready_timeout, "trace": trace, "metrics_host": metrics_host}
@@ -256,9 +257,9 @@ class _Local:
     """Clips made in this process."""
 
     def __init__(self, store: Path) -> None:
-        from runtime.pipeline import Pipeline
+        from runtime.ranked_pipeline import open_pipeline
 
-        self._pipeline = Pipeline.open(store)
+        self._pipeline = open_pipeline(store, told=console.heading)
 
     def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
         return self._pipeline.take(prompt, params, files).resolved.model_dump(mode="json")

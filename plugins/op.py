@@ -133,6 +133,8 @@ class Op:
         self, device: str, capability: tuple[int, int] = (0, 0)
     ) -> Callable[..., torch.Tensor] | None:
         """The implementation for a device, where a compiler can look into it; None for one that it must call."""
+        if self.exchanges:
+            return None  # its group is found when it runs
         if self.fused:
             return self.reference
         opaque = {f.function for f in self.fast if not f.plain}

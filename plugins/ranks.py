@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 # Its name since torch 2.13, where the older one is deprecated.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -88,9 +89,13 @@ class ProcessGroup:
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
-        # Added here in the order of the ranks: every rank adds the same numbers in the same order.
-        gathered = self.gather_rows(part.unsqueeze(0), self.size)
-        return gathered.sum(0)
+        # Each rank adds up a share of the numbers, in the order of the ranks, and hands it out: all have the same bits,
+        # and what is sent does not grow with the ranks.
+        flat = nn.functional.pad(part.flatten(), (0, -part.numel() % self.size))
+        parts = torch.empty_like(flat)
+        dist.all_to_all_single(parts, flat, group=self._group)
+        total = self.gather_rows(parts.unflatten(0, (self.size, -1)).sum(0), part.numel())
+        return total.view(part.shape)
 
 
 class Loopback:

@@ -43,7 +43,7 @@ FLOAT = 4
 """Bytes of an activation."""
 
 _AXES = {
-    "text_rows": "text_encoder.layer",
+    "text_rows": "text_encoder.embedding",
     "vision_rows": "vision_encoder.block",
     "video_rows": "prologue",
     "audio_rows": "prologue",

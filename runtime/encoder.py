@@ -19,7 +19,6 @@ from plugins.ranks import Group, handle_of
 from runtime.events import Units
 from runtime.vision import Picture
 
-
 EMBEDDING, LAYER = "text_encoder.embedding", "text_encoder.layer"
 SEGMENTS = ("text_encoder.layer.attend", "text_encoder.layer.feed")
 

@@ -29,7 +29,7 @@ from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference
 from runtime.conditioner import CONDITIONING, Conditioner
 from runtime.decode import decode_audio, decode_planes
 from runtime.denoiser import Denoiser, State
-from runtime.encoder import Placed, TextEncoder
+from runtime.encoder import Placed, TextEncoder, encoder_graphs
 from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.intake import Files, Intake, Taken
 from runtime.media.source import MediaPolicy
@@ -108,7 +108,7 @@ class Pipeline:
         self._cache = cache or ConditionCache()
         self._dimensions = engines.manifest.dimensions
         self._conditioner = Conditioner(engines)
-        self._encoder = TextEncoder(engines)
+        self._encoder = TextEncoder(engines, peers.tensors)
         cache_of_tables = ModulationCache(MemoryModel.of(engines.manifest).modulation_cache)
         stored = stored_tables(engines.root, engines.manifest)
         self._denoisers = {p: Denoiser(engines, p, cache_of_tables, stored, peers.rows) for p in engines.partitions}
@@ -128,6 +128,8 @@ class Pipeline:
         """
         opened = EngineStore.open(store)
         _check_peers(opened, stages, peers)
+        if peers.tensors is not None:
+            opened = opened.of_rank(peers.tensors.rank)
         named = [graph for stage in STAGES if stage in stages for graph in stage_graphs(opened.manifest)[stage]]
         engines = EngineSet.open(opened, graphs=[graph for graph in named if _takes_part(peers, graph)])
         return cls(engines, Tokenizer(opened.tokenizer_file), cache=cache, policy=policy, peers=peers)
@@ -430,7 +432,7 @@ def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
     denoise = ("context", *modulation, "prologue", *block_graphs(manifest), "epilogue")
     with_sides = (graph for graph in map(low_rank_name, denoise) if graph in manifest.graphs)
     return {
-        "encode": ("text_encoder.embedding", "text_encoder.layer", *VISION, *CONDITIONING),
+        "encode": (*encoder_graphs(manifest), *VISION, *CONDITIONING),
         "denoise": (*denoise, *with_sides),
         "decode": ("video_decoder_tile", "audio_decoder"),
     }

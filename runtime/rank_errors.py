@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+LOST = "lost: "
+"""How the text of a RankLost begins, which is all that tells one on a stream."""
+
+
 class RankLost(Exception):
     """A rank has died, hangs or could not be started, and with it the request; the same request may be sent again.
 
@@ -10,7 +14,7 @@ class RankLost(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(f"lost: {message}")
+        super().__init__(f"{LOST}{message}")
 
 
 class GroupError(Exception):

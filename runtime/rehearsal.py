@@ -18,7 +18,8 @@ from plugins.shape import ASPECT_RATIOS, SECONDS_MAXIMUM, SECONDS_MINIMUM, Shape
 from runtime.contract import PROMPT_CHARACTERS, SIDE_MINIMUM
 from runtime.events import Cancellation
 from runtime.intake import Taken
-from runtime.pipeline import STAGES, Encoded, Pipeline, PipelineStage, Progress
+from runtime.pipeline import STAGES, Encoded, PipelineStage, Progress
+from runtime.ranked_pipeline import AnyPipeline
 from runtime.task import tasks_of
 
 WORD = "word "
@@ -95,7 +96,7 @@ def _largest_within(rows: int, manifest: Manifest) -> Mapping[str, Any]:
     return found
 
 
-def rehearse(pipeline: Pipeline, rehearsal: Rehearsal, progress: Progress) -> Taken:
+def rehearse(pipeline: AnyPipeline, rehearsal: Rehearsal, progress: Progress) -> Taken:
     """Runs a rehearsal's stages; zeros stand for what the others would give.
 
     Raises RequestError for one that this machine does not admit.
@@ -119,7 +120,7 @@ def rehearse(pipeline: Pipeline, rehearsal: Rehearsal, progress: Progress) -> Ta
 def _encoded(taken: Taken, manifest: Manifest) -> Encoded:
     """A prompt's encoding without its content."""
     size, tags = manifest.dimensions.denoiser, torch.from_numpy(taken.presented.tags)
-    dtype = getattr(torch, manifest.graphs["text_encoder.layer"].outputs[0].dtype)
+    dtype = getattr(torch, manifest.graphs["text_encoder.embedding"].outputs[0].dtype)
     text = torch.zeros(len(tags), size.text_dim, dtype=dtype)
     return Encoded(text, tags, torch.empty(0, size.video_row), torch.empty(0, size.audio_channels))
 

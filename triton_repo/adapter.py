@@ -6,6 +6,7 @@ Only Triton's Python stub can import this module. It imports no torch, and `h3_p
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import time
@@ -27,6 +28,7 @@ from runtime.forecast import Forecaster, Late
 from runtime.intake import Taken
 from runtime.media.facts import Kind
 from runtime.media.source import MediaPolicy
+from runtime.rank_errors import RankLost
 from runtime.reference_kinds import INPUTS
 from runtime.request import RequestError, Resolved, parse_params
 from runtime.timings import Recorder, identity
@@ -44,6 +46,7 @@ from triton_repo.names import (
     MEDIA_HOSTS_PARAMETER,
     MEDIA_ROOT_PARAMETER,
     METRICS_VARIABLE,
+    STALL_PARAMETER,
     STATE_PARAMETER,
     STORE_PARAMETER,
     WARM,
@@ -55,7 +58,8 @@ from triton_repo.stage_clock import StageClock
 
 if TYPE_CHECKING:
     from runtime.condition_cache import ConditionCache
-    from runtime.pipeline import Progress
+    from runtime.pipeline import PipelineStage, Progress
+    from runtime.ranked_pipeline import AnyPipeline, CacheThere, RankedPipeline
     from runtime.rehearsal import Rehearsal
 
 
@@ -63,8 +67,8 @@ if TYPE_CHECKING:
 class Settings:
     """What the model's configuration says.
 
-    The engine store, where media may come from, bytes of the cache, what the server remembers, and whether to run
-    requests before the model is ready.
+    The engine store, where media may come from, bytes of the cache, what the server remembers, whether to run
+    requests before the model is ready, and seconds after which ranks that do not move are lost.
     """
 
     store: Path
@@ -72,6 +76,7 @@ class Settings:
     condition_cache: int
     state: ServingState | None
     warm: bool
+    stall: float
 
     @staticmethod
     def of(parameters: Mapping[str, str]) -> Settings:
@@ -85,6 +90,7 @@ class Settings:
             condition_cache=int(parameters[CACHE_PARAMETER]),
             state=ServingState(Path(state)) if state else None,
             warm=parameters[WARM_PARAMETER] == WARM,
+            stall=float(parameters[STALL_PARAMETER]) or math.inf,
         )
 
 
@@ -171,6 +177,8 @@ class Work:
             return self._refusal("late", error, pb_utils.TritonError.UNAVAILABLE)
         if isinstance(error, Cancelled):
             return self._refusal("cancelled", error, pb_utils.TritonError.CANCELLED)
+        if isinstance(error, RankLost):
+            return self._refusal("lost", error, pb_utils.TritonError.UNAVAILABLE)
         self._outcome = "failed"
         incident = secrets.token_hex(4)
         self._log.error("incident", error, incident=incident)
@@ -208,11 +216,13 @@ def request_in(model: str) -> WorkAmount:
 class Model(ABC):
     """Triton's life cycle around one piece of the pipeline; a subclass opens what it needs and executes requests."""
 
-    cache: ConditionCache | None = None
+    cache: ConditionCache | CacheThere | None = None
     """Of what the model encodes, if it does."""
     forecaster: Forecaster
     """Of a model that measures."""
     _recorder: Recorder | None = None
+    _ranked: RankedPipeline | None = None
+    """Of a model whose engines run in ranks."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the model. Triton refuses to load it when this raises, with the exception's text (a StoreError, say)."""
@@ -231,6 +241,26 @@ class Model(ABC):
     @abstractmethod
     def open(self, store: Path) -> None:
         """Open what the model needs of the engine store at `store`."""
+
+    def finalize(self) -> None:
+        """Ends the ranks."""
+        if self._ranked is not None:
+            self._ranked.close()
+
+    def open_pipeline(self, store: Path, stages: Collection[PipelineStage], condition_cache: int = 0) -> AnyPipeline:
+        """The pipeline of some stages, in this process or in ranks, every engine opened; its work is measured."""
+        from runtime.ranked_pipeline import RankedPipeline, open_pipeline
+
+        def told(text: str) -> None:
+            self.log.warning("ranks", reason=text)
+
+        pipeline = open_pipeline(store, stages, condition_cache, self.settings.media, self.settings.stall, told)
+        if isinstance(pipeline, RankedPipeline):
+            self._ranked = pipeline
+            self._show_ranks(pipeline)
+        self.measure(pipeline.manifest)
+        pipeline.warm()
+        return pipeline
 
     def measure(self, manifest: Manifest) -> None:
         """From now on, remember what the work of requests takes with these engines, and estimate others by it."""
@@ -282,6 +312,8 @@ class Model(ABC):
             yield work
         finally:
             done = dict(work.end())
+            if self._ranked is not None:
+                self._show_ranks(self._ranked)
             if self.cache is not None:
                 self._show_cache(self.cache)
                 if self.cache.counts.hits != reused:
@@ -319,7 +351,12 @@ class Model(ABC):
         if resolved.estimate is not None:
             self.forecaster.check(resolved, resolved.estimate.model_copy(update={"queue": None}), stages)
 
-    def _show_cache(self, cache: ConditionCache) -> None:
+    def _show_ranks(self, pipeline: RankedPipeline) -> None:
+        self.metrics.show(table.RANK_RESTARTS, pipeline.restarts)
+        for rank, weights in enumerate(pipeline.weights):
+            self.metrics.show(table.RANK_WEIGHTS, weights, rank=str(rank))
+
+    def _show_cache(self, cache: ConditionCache | CacheThere) -> None:
         """Publishes the counts of a cache of conditions."""
         counts = cache.counts
         for count, metric in table.CACHE.items():

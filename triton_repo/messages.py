@@ -15,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.kinds import is_unicode
 from runtime.media.facts import Kind
+from runtime.rank_errors import LOST
 from runtime.reference_kinds import INPUTS
 from runtime.refusal import RequestError
 from runtime.request import check_total, parse_prompt
@@ -185,7 +186,7 @@ def _uncoded_failure(message: str) -> Failure:
     """What comes over a stream has no code: tell it by its text."""
     if _QUEUE_FULL in message or "no available versions" in message or _EXPIRED in message:
         return Failure.UNAVAILABLE
-    if message.startswith(_LATE):
+    if message.startswith((_LATE, LOST)):
         return Failure.UNAVAILABLE
     if message.startswith("cancelled"):
         return Failure.CANCELLED

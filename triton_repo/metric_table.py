@@ -16,8 +16,9 @@ STEP_SECONDS = (0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0
 FACTORS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 """The same of a real-time factor; 1 is real time."""
 
-OUTCOMES = ("done", "refused", "late", "cancelled", "failed")
-"""How requests end: with an answer, for what they ask, for a deadline, by their client, by a fault of the server."""
+OUTCOMES = ("done", "refused", "late", "cancelled", "lost", "failed")
+"""How requests end: with an answer, for what they ask, for a deadline, by their client, with a rank that was lost, by a
+fault of the server."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ CACHE_HITS = Metric(
 CACHE_MISSES = Metric("h3_condition_cache_misses_total", "counter", (), "Prompts and references that were encoded")
 CACHE_BYTES = Metric("h3_condition_cache_bytes", "gauge", (), "Bytes of encodings that are kept")
 RESTARTS = Metric("h3_restarts_total", "counter", (), "Times that h3trt serve has started the lost server again")
+RANK_RESTARTS = Metric(
+    "h3_rank_restarts_total", "counter", (), "Times that the model's lost ranks have been started again"
+)
+RANK_WEIGHTS = Metric("h3_rank_weight_bytes", "gauge", ("rank",), "Bytes of weights that a rank's engines read")
 
 METRICS = (
     RUNNING,
@@ -98,6 +103,8 @@ METRICS = (
     CACHE_MISSES,
     CACHE_BYTES,
     RESTARTS,
+    RANK_RESTARTS,
+    RANK_WEIGHTS,
 )
 
 CACHE = {"hits": CACHE_HITS, "misses": CACHE_MISSES, "bytes": CACHE_BYTES}

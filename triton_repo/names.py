@@ -29,6 +29,12 @@ DEFAULT_QUEUE_SECONDS = 86_400.0
 DEFAULT_RESTARTS, DEFAULT_HANG_SECONDS = 5, 900.0
 """How often in a row a lost server is started again, and how long one may make no progress, likewise."""
 
+STALL_PARAMETER = "stall"
+"""The model parameter that holds the seconds after which ranks that do not move are lost; 0: never."""
+
+STALL_SHARE = 2 / 3
+"""Of what a whole server may take to move: its ranks are started again before it is."""
+
 STATE_PARAMETER = "state"
 """The model parameter that holds the folder of what a server remembers from one start to the next; empty: none."""
 

@@ -30,6 +30,7 @@ from triton_repo.names import (
     CACHE_PARAMETER,
     DECODE,
     DEFAULT_CONDITION_CACHE,
+    DEFAULT_HANG_SECONDS,
     DEFAULT_QUEUE,
     DEFAULT_QUEUE_SECONDS,
     DENOISE,
@@ -38,6 +39,8 @@ from triton_repo.names import (
     MEDIA_HOSTS_PARAMETER,
     MEDIA_ROOT_PARAMETER,
     PREPARE,
+    STALL_PARAMETER,
+    STALL_SHARE,
     STATE_PARAMETER,
     STORE_PARAMETER,
     STREAM,
@@ -81,7 +84,8 @@ class RepositorySettings:
     which one that still waits is refused. media_hosts, media_root: where URLs of media may lead to.
     condition_cache: bytes of encoded prompts and references that each of h3_encode and h3_stream may keep. state: the
     folder of what the server remembers from one start to the next; None: it remembers nothing. warm: run requests of
-    each size that the engines are for before the models are ready; None: on GPUs.
+    each size that the engines are for before the models are ready; None: on GPUs. hang: seconds after which a server
+    that does not move is started again; its ranks are earlier, so that they may mend it. 0: never.
     """
 
     max_queue_size: int = DEFAULT_QUEUE
@@ -91,6 +95,7 @@ class RepositorySettings:
     condition_cache: int = DEFAULT_CONDITION_CACHE
     state: Path | None = None
     warm: bool | None = None
+    hang: float = DEFAULT_HANG_SECONDS
 
     def parameters(self, store: Path) -> dict[str, str]:
         """The parameters of every Python model."""
@@ -100,6 +105,7 @@ class RepositorySettings:
             MEDIA_ROOT_PARAMETER: "" if self.media_root is None else str(self.media_root.resolve()),
             CACHE_PARAMETER: str(self.condition_cache),
             WARM_PARAMETER: WARM if self.warm else "no",
+            STALL_PARAMETER: str(self.hang * STALL_SHARE),
             STATE_PARAMETER: "" if self.state is None else str(self.state.resolve()),
         }
 
@@ -148,7 +154,7 @@ def _stage_tensors(manifest: Manifest) -> tuple[tuple[Tensor, ...], tuple[Tensor
     output, of the video [outputs, channels, T, h, w] and of the sound [outputs, 2, channels, A].
     """
     dimensions = manifest.dimensions
-    hidden = manifest.graphs["text_encoder.layer"].outputs[0].dtype
+    hidden = manifest.graphs["text_encoder.embedding"].outputs[0].dtype
     compute = {"float32": DataType.FP32, "bfloat16": DataType.BF16}[hidden]
     sound = dimensions.audio_vae.latent_channels
     encoded = (

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from export.graphs.attention import AttentionOutput, Projections
-from export.graphs.block import Block, Finish, Project
+from export.graphs.block import Block, Finish
 from export.graphs.graph import Graph, TensorSpec
 from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, group_input, sharded
 from plugins.ops.all_reduce import OP as ALL_REDUCE

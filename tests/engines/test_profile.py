@@ -65,6 +65,13 @@ def test_a_mistake_is_named_by_file_key_value_and_rule(tmp_path: Path, old: str,
     assert f"{file}: {message}" in str(refused.value)
 
 
+def test_weights_inside_engines_are_not_divided_among_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text((PROFILES / "h200x2.toml").read_text().replace('weights = "bound"', 'weights = "baked"'))
+    with pytest.raises(ProfileError, match=r"weights = 'baked': must be 'bound' with ranks\.text_encoder = 2: each"):
+        Profile.load(file)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

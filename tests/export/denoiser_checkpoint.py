@@ -86,7 +86,7 @@ def small_denoiser(seed: int, dtype: torch.dtype, gated: bool = False, **sizes: 
     """Random weights, none of them trivial; `dtype` is that of all but the parts that are always float32.
 
     They are rounded to bfloat16 in any case, so that both dtypes hold the same values. `gated`: its blocks have the
-    gates of attention to video tiles, which diffusers' own processor does not use. `sizes` are other ones than CONFIG's.
+    gates of attention to video tiles, which diffusers' own processor does not use. `sizes`: others than CONFIG's.
     """
     torch.manual_seed(seed)
     model = MiniMaxH3Transformer3DModel(**CONFIG | sizes).eval().requires_grad_(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from export.passes.shard_block import SEGMENTS, shard_block
 from export.passes.shard_tensors import ShardError
 from export.schemes import SCHEMES, SchemeName
 from export.sidecar import plan_sidecar
-from export.trace import axes
 from plugins.ranks import Loopback, handle_of
 
 HEADS, FFN, LAYER = 4, 192, 1

@@ -18,6 +18,13 @@ TOKENS = torch.arange(3, 40) * 11
 LAYER = 1
 
 
+def everyone() -> ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return ProcessGroup(group)
+
+
 def encode(engines: EngineSet, group: Group | None) -> torch.Tensor:
     """The conditioning of TOKENS."""
     encoder = TextEncoder(engines, group)
@@ -27,14 +34,14 @@ def encode(engines: EngineSet, group: Group | None) -> torch.Tensor:
 def encode_on_rank(rank: int, size: int, store: Path) -> dict[str, torch.Tensor]:
     """The same on one of the ranks that divide a store's tensors, and the bytes that it is bound to."""
     opened = EngineStore.open(store).of_rank(rank)
-    text = encode(EngineSet.open(opened), ProcessGroup(dist.group.WORLD))
+    text = encode(EngineSet.open(opened), everyone())
     graphs = [name for name in opened.manifest.graphs if name.startswith("text_encoder")]
     return {"text": text, "bytes": torch.tensor(opened.manifest.bound_bytes(graphs))}
 
 
 def block_on_rank(rank: int, size: int, store: Path, inputs: Path) -> dict[str, torch.Tensor]:
     """One block in segments, on one of the ranks that divide it."""
-    engines, group = EngineSet.open(EngineStore.open(store).of_rank(rank)), ProcessGroup(dist.group.WORLD)
+    engines, group = EngineSet.open(EngineStore.open(store).of_rank(rank)), everyone()
     x = load_file(inputs)
     heads = engines.run("block.project", x, LAYER)
     mixed = engines.run("block.attend", heads)

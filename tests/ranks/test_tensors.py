@@ -6,7 +6,7 @@ takes it; the programs that inductor compiles take it themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from engines.backends import inductor
 from engines.build import build
+from engines.graphs import profile_graphs
 from engines.profile import Partition, Profile
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore
@@ -25,7 +26,6 @@ from export.graphs import block, text_encoder
 from export.graphs.graph import Graph
 from export.miniature import write_miniature
 from export.passes.shard_block import shard_block
-from export.passes.shard_text_encoder import shard_text_encoder
 from export.trace import BoundModule
 from tests.engines.conftest import use_graphs
 from tests.engines.workshop import write_profile
@@ -45,30 +45,35 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(root / "native")
 
 
-def build_store(checkpoint: Checkpoint, root: Path, made: tuple[Graph, ...], backend: str = "onnxruntime") -> Path:
-    """A store of some graphs and no others."""
-
-    def graphs(opened: Checkpoint, profile: Profile, partition: Partition, weights: Path) -> tuple[Graph, ...]:
-        return made
-
+def build_store(
+    checkpoint: Checkpoint,
+    root: Path,
+    graphs: Callable[..., Iterable[Graph]],
+    backend: str = "onnxruntime",
+    ranks: int = 1,
+) -> Path:
+    """A store of some graphs and no others, of a profile whose text encoder has so many ranks."""
     root.mkdir()
     profile = write_profile(root / "one.toml", partitions='["fl2va"]', backend=f'"{backend}"')
+    with profile.open("a") as opened:
+        opened.write(f"\n[ranks]\nulysses = 1\ntext_encoder = {ranks}\nvideo_tiles = 1\n")
     with pytest.MonkeyPatch.context() as patch:
-        use_graphs(patch, graphs)
+        use_graphs(patch, lambda *arguments: tuple(graphs(*arguments)))
         patch.setattr("engines.build.check_consumption", lambda *arguments: None)
         return build(checkpoint.root, profile, root / "store").store
 
 
-def encoder_graphs(checkpoint: Checkpoint, ranks: int, segmented: bool) -> Iterator[Graph]:
-    for graph in text_encoder.graphs(checkpoint, "fl2va", torch.float32):
-        yield from shard_text_encoder(graph, ranks, segmented)
+def of_text_encoder(checkpoint: Checkpoint, profile: Profile, partition: Partition, weights: Path) -> Iterator[Graph]:
+    """What a profile has of the text encoder."""
+    return (
+        graph for graph in profile_graphs(checkpoint, profile, partition, weights) if graph.name.startswith("text_")
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, int]:
     """The conditioning that one process computes, and the bytes that it is bound to."""
-    graphs = text_encoder.graphs(checkpoint, "fl2va", torch.float32)
-    store = EngineStore.open(build_store(checkpoint, tmp_path_factory.mktemp("whole") / "1", graphs))
+    store = EngineStore.open(build_store(checkpoint, tmp_path_factory.mktemp("whole") / "built", of_text_encoder))
     return encode(EngineSet.open(store), None), store.manifest.bound_bytes(store.manifest.graphs)
 
 
@@ -91,7 +96,7 @@ def norm_bytes(checkpoint: Checkpoint) -> int:
 def test_the_text_encoder_on_ranks_is_the_text_encoder(
     checkpoint: Checkpoint, whole: tuple[torch.Tensor, int], ranks: int, tmp_path: Path
 ) -> None:
-    store = build_store(checkpoint, tmp_path / "built", tuple(encoder_graphs(checkpoint, ranks, segmented=True)))
+    store = build_store(checkpoint, tmp_path / "built", of_text_encoder, ranks=ranks)
     check_ranks(run_ranks(encode_on_rank, ranks, tmp_path, store), whole, norm_bytes(checkpoint))
 
 
@@ -99,8 +104,7 @@ def test_the_text_encoder_on_ranks_is_the_text_encoder(
 def test_a_compiled_text_encoder_sums_over_its_ranks_itself(
     checkpoint: Checkpoint, whole: tuple[torch.Tensor, int], tmp_path: Path
 ) -> None:
-    graphs = tuple(encoder_graphs(checkpoint, 2, segmented=False))
-    store = build_store(checkpoint, tmp_path / "built", graphs, "inductor")
+    store = build_store(checkpoint, tmp_path / "built", of_text_encoder, "inductor", ranks=2)
     program = EngineStore.open(store).manifest.graphs[text_encoder.LAYER].program
     assert program is not None
     assert program.census["h3::all_reduce"] == 2
@@ -114,7 +118,7 @@ def test_a_block_on_two_ranks_is_the_block(checkpoint: Checkpoint, tmp_path: Pat
     save_file(inputs, tmp_path / "inputs.safetensors")
     heads = checkpoint.dimensions.denoiser.heads
     segments = [g for s in block.segments(checkpoint, "fl2va", torch.float32) for g in shard_block(s, heads, 2)]
-    store = build_store(checkpoint, tmp_path / "built", tuple(segments))
+    store = build_store(checkpoint, tmp_path / "built", lambda *arguments: segments)
     found = run_ranks(block_on_rank, 2, tmp_path, store, tmp_path / "inputs.safetensors")
     binding = bind(graph)
     weights = tuple(materialise(binding.instances[LAYER][w.name]) for w in binding.inputs)

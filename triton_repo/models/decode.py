@@ -10,7 +10,6 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
-from runtime.pipeline import Pipeline
 from runtime.rehearsal import rehearsals, rehearse
 from runtime.request import Resolved
 from runtime.work import work_of
@@ -22,9 +21,7 @@ class TritonPythonModel(adapter.UnaryModel):
 
     def open(self, store: Path) -> None:
         """Open the decoders' engines."""
-        self.pipeline = Pipeline.open(store, stages=["decode"])
-        self.measure(self.pipeline.manifest)
-        self.pipeline.warm()
+        self.pipeline = self.open_pipeline(store, ["decode"])
         self.warm(rehearsals(self.pipeline.manifest, ["decode"]), partial(rehearse, self.pipeline))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:

@@ -10,7 +10,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from runtime.events import Cancellation
-from runtime.pipeline import Encoded, Pipeline
+from runtime.pipeline import Encoded
 from runtime.rehearsal import rehearsals, rehearse
 from runtime.work import work_of
 from triton_repo import adapter
@@ -21,9 +21,7 @@ class TritonPythonModel(adapter.UnaryModel):
 
     def open(self, store: Path) -> None:
         """Open the denoiser's engines."""
-        self.pipeline = Pipeline.open(store, stages=["denoise"])
-        self.measure(self.pipeline.manifest)
-        self.pipeline.warm()
+        self.pipeline = self.open_pipeline(store, ["denoise"])
         self.warm(rehearsals(self.pipeline.manifest, ["denoise"]), partial(rehearse, self.pipeline))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:

@@ -8,10 +8,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from runtime.condition_cache import ConditionCache
 from runtime.estimate import WORK_STAGES
 from runtime.events import Cancellation
-from runtime.pipeline import Pipeline
 from runtime.rehearsal import rehearsals, rehearse
 from triton_repo import adapter
 
@@ -21,10 +19,8 @@ class TritonPythonModel(adapter.UnaryModel):
 
     def open(self, store: Path) -> None:
         """Open the encoders' engines."""
-        self.cache = ConditionCache(self.settings.condition_cache)
-        self.pipeline = Pipeline.open(store, stages=["encode"], cache=self.cache)
-        self.measure(self.pipeline.manifest)
-        self.pipeline.warm()
+        self.pipeline = self.open_pipeline(store, ["encode"], self.settings.condition_cache)
+        self.cache = self.pipeline.cache
         self.warm(rehearsals(self.pipeline.manifest, ["encode"]), partial(rehearse, self.pipeline))
 
     def run(self, request: Any, work: adapter.Work) -> list[pb_utils.Tensor]:

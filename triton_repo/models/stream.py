@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation, Event
-from runtime.pipeline import Pipeline
+from runtime.pipeline import STAGES
 from runtime.rehearsal import rehearsals, rehearse
 from triton_repo import adapter
 
@@ -34,10 +33,8 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Open the engines of all stages."""
-        self.cache = ConditionCache(self.settings.condition_cache)
-        self.pipeline = Pipeline.open(store, policy=self.settings.media, cache=self.cache)
-        self.measure(self.pipeline.manifest)
-        self.pipeline.warm()
+        self.pipeline = self.open_pipeline(store, STAGES, self.settings.condition_cache)
+        self.cache = self.pipeline.cache
         self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline))
 
     def execute(self, requests: Sequence[Any]) -> None:
