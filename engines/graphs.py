@@ -17,11 +17,12 @@ from export.graphs.model import Compute, component_graphs
 from export.linears import Quantisable
 from export.passes.choose_attention import choose_attention
 from export.passes.quantise_linears import quantise_linears
+from export.passes.shard_rows import shard_rows
 from export.passes.shard_text_encoder import shard_text_encoder
 from export.passes.share_heads import share_heads
 from export.schemes import SchemeName
 from export.sidecar import Sidecar, plan_sidecar
-from plugins.block_attention import ATTENDING
+from plugins.block_attention import ATTENDING, BlockAttention
 
 COMPUTE: dict[Arithmetic, torch.dtype] = {
     "float32": torch.float32,
@@ -72,15 +73,14 @@ def profile_sidecars(
 def _components(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, tuple[Graph, ...]]:
     """The graphs of requests that choose no tier."""
     components = _dense(checkpoint, profile, partition)
-    base, heads = profile.attention.blocks, _attended_heads(checkpoint, profile)
-    return components | {"denoiser": tuple(choose_attention(graph, base, heads) for graph in components["denoiser"])}
+    choose = partial(_of_a_rank, checkpoint, profile, profile.attention.blocks)
+    return components | {"denoiser": tuple(map(choose, components["denoiser"]))}
 
 
 def _further(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, Graph]:
     """What attends in the blocks, for each tier that needs an engine of its own: over the same weights, by its name."""
-    base, heads = profile.attention.blocks, _attended_heads(checkpoint, profile)
     return {
-        graph_name(graph.name, kind, base): choose_attention(graph, kind, heads)
+        graph_name(graph.name, kind, profile.attention.blocks): _of_a_rank(checkpoint, profile, kind, graph)
         for kind in profile.further_attention
         for graph in _dense(checkpoint, profile, partition)["denoiser"]
         if graph.name in ATTENDING
@@ -97,9 +97,16 @@ def _dense(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> di
     return components | {"denoiser": tuple(share_heads(graph, heads, ranks) for graph in components["denoiser"])}
 
 
-def _attended_heads(checkpoint: Checkpoint, profile: Profile) -> int:
-    """Heads that the graph which attends has: where it is a segment, those of one rank."""
-    return checkpoint.dimensions.denoiser.heads // (profile.ranks.ulysses if profile.segmented else 1)
+def _of_a_rank(checkpoint: Checkpoint, profile: Profile, attention: BlockAttention, graph: Graph) -> Graph:
+    """One of the denoiser's graphs with that attention, as each rank runs it.
+
+    Raises:
+        ShardError: the ranks do not divide the heads.
+    """
+    heads, ranks = checkpoint.dimensions.denoiser.heads, profile.ranks.ulysses
+    # A segment that attends has a rank's heads already; a whole block comes to them by the exchange inside it.
+    attended = heads // ranks if profile.segmented else heads
+    return shard_rows(choose_attention(graph, attention, attended), ranks, heads)
 
 
 def _shared(graph: Graph, profile: Profile) -> tuple[Graph, ...]:

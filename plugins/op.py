@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from plugins.ranks import GROUP
+from plugins.exchanges import GROUP
 
 if TYPE_CHECKING:
     import onnx

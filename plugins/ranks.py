@@ -18,13 +18,6 @@ from torch import nn
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-GROUP = "group"
-"""Input of graphs that exchange between ranks: the handle of their group, int64 [1], which stays on the host."""
-
-SEQUENCE = "sequence"
-"""Another: int64 [S], of which the size alone is read: the rows of the whole sequence."""
-
-
 class Group(Protocol):
     """One rank's part in its group. Every rank makes the same calls in the same order."""
 
@@ -61,6 +54,15 @@ class ProcessGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def communicator(self) -> int:
+        """Address of NCCL's communicator of the group on this process' GPU.
+
+        Raises:
+            RuntimeError: the group has no such thing; gloo's has none.
+        """
+        address: int = self._group._get_backend(torch.device("cuda"))._comm_ptr()  # type: ignore[attr-defined]
+        return address
 
     def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
         """All `rows` of this rank's heads, [rows, H / size, d] each."""

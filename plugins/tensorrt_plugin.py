@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from plugins.exchanges import GROUP, SEQUENCE
 from plugins.op import DOMAIN, Op, Shapes
-from plugins.ranks import GROUP, SEQUENCE, Group, Loopback, handle_of
+from plugins.ranks import Group, Loopback, handle_of
 from plugins.registry import find
 
 VERSION = "1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from plugins.exchanges import ALL_REDUCE
 from plugins.op import Op
 from plugins.ops.dist_collective import FUNCTION, collective
 from plugins.ranks import group_of_ranks
@@ -29,7 +30,7 @@ def fake(x: torch.Tensor, group: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 OP = Op(
-    "all_reduce",
+    ALL_REDUCE,
     reference,
     fake,
     collective("all_reduce", "x", "result", "sum"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from plugins.exchanges import TO_HEADS, TO_HEADS_GATED, TO_ROWS
 from plugins.op import Op
 from plugins.ops.dist_collective import FUNCTION, collective
 from plugins.ranks import Group, group_of_ranks
@@ -192,7 +193,7 @@ def _known(size: Any) -> int:
 
 
 HEADS = Op(
-    "ulysses_all_to_all",
+    TO_HEADS,
     to_heads,
     fake_heads,
     _heads_body(PARTS),
@@ -203,7 +204,7 @@ HEADS = Op(
 )
 
 GATED_HEADS = Op(
-    "ulysses_all_to_all_gated",
+    TO_HEADS_GATED,
     to_heads_gated,
     fake_heads_gated,
     _heads_body((*PARTS, "gate")),
@@ -213,4 +214,4 @@ GATED_HEADS = Op(
     calls=(FUNCTION,),
 )
 
-ROWS = Op("ulysses_all_to_all_back", to_rows, fake_rows, _ROWS_BODY, plugin_shapes=_rows_shapes, calls=(FUNCTION,))
+ROWS = Op(TO_ROWS, to_rows, fake_rows, _ROWS_BODY, plugin_shapes=_rows_shapes, calls=(FUNCTION,))

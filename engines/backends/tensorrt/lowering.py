@@ -7,26 +7,17 @@ from collections.abc import Iterable
 import onnx
 import onnx.inliner
 
+from plugins.exchanges import GROUP, OPERATORS
+
 DOMAIN = "h3"
 """Domain of our own operators (`plugins.op.DOMAIN`, whose module needs torch)."""
 
 NATIVE = ("Attention", "DistCollective")
 """Operators of our domain that the parser takes by their names, as layers of its own."""
 
-PLUGINS = (
-    "all_reduce",
-    "sage_attention",
-    "skip_softmax_attention",
-    "ulysses_all_to_all",
-    "ulysses_all_to_all_back",
-    "ulysses_all_to_all_gated",
-    "video_sparse_attention",
-)
+PLUGINS = ("sage_attention", "skip_softmax_attention", "video_sparse_attention", *OPERATORS)
 """Operators of our domain that are plugins where there can be any. By their functions attentions would hold all scores,
 and exchanges would go through TensorRT's own collective."""
-
-GROUP = "group"
-"""Input that no plan has (`plugins.ranks.GROUP`): plans are given the ranks' communicator, not a handle of it."""
 
 PLUGIN_VERSION = "1"
 """Version that they are registered with (`plugins.tensorrt_plugin.VERSION`)."""
@@ -38,7 +29,7 @@ def lower(model: onnx.ModelProto, plugins: Iterable[str] = ()) -> onnx.ModelProt
     The parser inlines functions too, but calls the nodes of a second call as it called those of the first, and then
     cannot tell them apart. An inlined node is named by its first output. Functions that stay are dropped: the parser
     would take one where it knows no native layer, and nothing would say so. A plugin's node says which one it is. The
-    handle of the ranks' group is no input any more.
+    handle of the ranks' group is no input of a plan, which is given their communicator.
     """
     kept = [(DOMAIN, name) for name in (*NATIVE, *plugins)]
     lowered = onnx.inliner.inline_selected_functions(model, kept, exclude=True)
