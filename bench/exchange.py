@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from bench import host
 from bench.measuring import Timing, in_turns
-from bench.ranks import together
+from bench.ranks import meet, together
 from engines.plan import released_outline
 from plugins.dimensions import DenoiserDimensions
 from plugins.kernels.open_group import open_group
@@ -28,9 +28,8 @@ SIZES = {"632 MB sent by each rank": 58_816, "632 MB held by each rank": 29_408}
 
 ROUNDS = 30
 
-RAW, COLLECTIVE, SYMMETRIC = "NCCL all-to-all", "NCCL and relayout", "symmetric memory"
-
-Side = Callable[[], object]
+RAW, RELAID, PARTS, SYMMETRIC = "NCCL all-to-all", "NCCL and relayout", "NCCL part by part", "symmetric memory"
+"""Of what is packed; with packing and laying out, all parts at once; what serves where the last cannot; ours."""
 
 
 def measure(folder: Path) -> dict[str, Any]:
@@ -61,7 +60,7 @@ def _directions(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         directions[direction] = {
             "sent_bytes": sent,
             "sides": sides,
-            "symmetric / NCCL and relayout": slowest[SYMMETRIC].median / slowest[COLLECTIVE].median,
+            "symmetric / NCCL and relayout": slowest[SYMMETRIC].median / slowest[RELAID].median,
             "equal": all(e["equal"] for e in each),
         }
     return directions
@@ -86,7 +85,8 @@ def _size(
     del every
     forth = _direction(
         {
-            COLLECTIVE: lambda: collective.to_heads(mine, rows),
+            RELAID: lambda: _relaid(mine),
+            PARTS: lambda: collective.to_heads(mine, rows),
             SYMMETRIC: lambda: symmetric.to_heads(mine, rows),
         },
         mine,
@@ -95,7 +95,7 @@ def _size(
     mixed, local = expected[2], rows // RANKS
     back = _direction(
         {
-            COLLECTIVE: lambda: (collective.to_rows(mixed, local),),
+            RELAID: lambda: (collective.to_rows(mixed, local),),
             SYMMETRIC: lambda: (symmetric.to_rows(mixed, local),),
         },
         (mixed,),
@@ -114,13 +114,21 @@ def _direction(
     received = torch.empty_like(packed)
     raw = {RAW: lambda: dist.all_to_all_single(received, packed)}
     before = all(_equal(run(), expected) for run in sides.values())
-    timings = in_turns({**raw, **sides}, ROUNDS, timer=_once)
+    timings = in_turns({**raw, **sides}, ROUNDS, timer=meet)
     after = all(_equal(run(), expected) for run in sides.values())
     return {
         "rounds": {name: list(timing.rounds) for name, timing in timings.items()},
         "sent_bytes": packed.nbytes * (RANKS - 1) // RANKS,
         "equal": before and after,
     }
+
+
+def _relaid(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Packed by rank, one all-to-all, and laid out by part."""
+    sent = torch.stack([part.unflatten(1, (RANKS, -1)).movedim(1, 0) for part in parts], dim=1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return tuple(part.flatten(0, 1) for part in received.movedim(1, 0))
 
 
 def _equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
@@ -134,17 +142,3 @@ def _projected(rank: int, local: int, size: DenoiserDimensions, device: torch.de
     packed.normal_(generator=generator)
     query, key, value = packed.chunk(3, -1)
     return query.contiguous(), key.contiguous(), value
-
-
-def _once(run: Side) -> float:
-    """Milliseconds of one exchange on this rank, which begins when the other rank is there as well."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    meeting = torch.zeros(1, device="cuda")
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.all_reduce(meeting)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))

@@ -23,6 +23,10 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 """Collectives without NVLink multicast, which needs more of a host than every one has."""
 
 
+PAUSE = 4_000_000
+"""Cycles of a GPU, some 2 ms."""
+
+
 class RanksError(RuntimeError):
     """Ranks did not come to an end; says which, and how."""
 
@@ -47,6 +51,22 @@ def together(run: Measurement, ranks: int, folder: Path, limit: float = 300.0) -
             process.kill()
             process.join()
     return [json.loads(_result(folder, rank).read_text()) for rank in range(ranks)]
+
+
+def meet(run: Callable[[], object]) -> float:
+    """Milliseconds of one run on this rank's GPU, which begins when the others are there as well."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    meeting = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    dist.barrier()
+    # The hosts have met; their devices do so behind a pause, in which the hosts can queue all that is measured.
+    torch.cuda._sleep(PAUSE)
+    dist.all_reduce(meeting)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def free_port() -> int:

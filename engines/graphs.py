@@ -17,10 +17,12 @@ from export.graphs.model import Compute, component_graphs
 from export.linears import Quantisable
 from export.passes.choose_attention import choose_attention
 from export.passes.quantise_linears import quantise_linears
+from export.passes.shard_rows import shard_rows
+from export.passes.shard_text_encoder import shard_text_encoder
 from export.passes.share_heads import share_heads
 from export.schemes import SchemeName
 from export.sidecar import Sidecar, plan_sidecar
-from plugins.block_attention import ATTENDING
+from plugins.block_attention import ATTENDING, BlockAttention
 
 COMPUTE: dict[Arithmetic, torch.dtype] = {
     "float32": torch.float32,
@@ -54,7 +56,7 @@ def profile_graphs(checkpoint: Checkpoint, profile: Profile, partition: Partitio
     for name, graphs in components.items():
         further = _further(checkpoint, profile, partition) if name == "denoiser" else {}
         quantise = partial(quantise_linears, sidecar=planned[name]) if name in planned else _as_it_is
-        found += map(quantise, graphs)
+        found += (shared for graph in map(quantise, graphs) for shared in _shared(graph, profile))
         # Linear layers are listed by the name of the graph that is served, not of its variant.
         found += (replace(quantise(graph), name=variant) for variant, graph in further.items())
     return tuple(found)
@@ -71,15 +73,14 @@ def profile_sidecars(
 def _components(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, tuple[Graph, ...]]:
     """The graphs of requests that choose no tier."""
     components = _dense(checkpoint, profile, partition)
-    base, heads = profile.attention.blocks, _attended_heads(checkpoint, profile)
-    return components | {"denoiser": tuple(choose_attention(graph, base, heads) for graph in components["denoiser"])}
+    choose = partial(_of_a_rank, checkpoint, profile, profile.attention.blocks)
+    return components | {"denoiser": tuple(map(choose, components["denoiser"]))}
 
 
 def _further(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> dict[str, Graph]:
     """What attends in the blocks, for each tier that needs an engine of its own: over the same weights, by its name."""
-    base, heads = profile.attention.blocks, _attended_heads(checkpoint, profile)
     return {
-        graph_name(graph.name, kind, base): choose_attention(graph, kind, heads)
+        graph_name(graph.name, kind, profile.attention.blocks): _of_a_rank(checkpoint, profile, kind, graph)
         for kind in profile.further_attention
         for graph in _dense(checkpoint, profile, partition)["denoiser"]
         if graph.name in ATTENDING
@@ -96,9 +97,24 @@ def _dense(checkpoint: Checkpoint, profile: Profile, partition: Partition) -> di
     return components | {"denoiser": tuple(share_heads(graph, heads, ranks) for graph in components["denoiser"])}
 
 
-def _attended_heads(checkpoint: Checkpoint, profile: Profile) -> int:
-    """Heads that the graph which attends has: where it is a segment, those of one rank."""
-    return checkpoint.dimensions.denoiser.heads // (profile.ranks.ulysses if profile.segmented else 1)
+def _of_a_rank(checkpoint: Checkpoint, profile: Profile, attention: BlockAttention, graph: Graph) -> Graph:
+    """One of the denoiser's graphs with that attention, as each rank runs it.
+
+    Raises:
+        ShardError: the ranks do not divide the heads.
+    """
+    heads, ranks = checkpoint.dimensions.denoiser.heads, profile.ranks.ulysses
+    # A segment that attends has a rank's heads already; a whole block comes to them by the exchange inside it.
+    attended = heads // ranks if profile.segmented else heads
+    return shard_rows(choose_attention(graph, attention, attended), ranks, heads)
+
+
+def _shared(graph: Graph, profile: Profile) -> tuple[Graph, ...]:
+    """One rank's part of a graph whose tensors ranks divide among themselves."""
+    ranks = profile.ranks.text_encoder
+    if ranks == 1 or not graph.name.startswith("text_encoder."):
+        return (graph,)
+    return shard_text_encoder(graph, ranks, segmented=profile.backend == "onnxruntime")
 
 
 def _as_it_is(graph: Graph) -> Graph:

@@ -106,10 +106,7 @@ def compiled_from(graph: Graph, binding: Binding, profile: Profile) -> dict[str,
 
 def compiled_ranges(graph: Graph, binding: Binding, profile: Profile) -> dict[str, AxisRange]:
     """The sizes that a profile has a graph compiled for."""
-    shapes: dict[str, tuple[int, ...]] = dict(profile.shapes)
-    if profile.row_chunk:
-        shapes["chunk_rows"] = (profile.row_chunk,)
-    return backend.ranges(graph, binding, shapes)
+    return backend.ranges(graph, binding, profile.axis_ends)
 
 
 _CPU = torch.device("cpu")

@@ -384,6 +384,21 @@ class Profile(_Table):
         multiple = ROW_MULTIPLE if self.on_gpu and self.ranks.ulysses > 1 else 1
         return multiple * math.ceil(rows / self.ranks.ulysses / multiple)
 
+    @cached_property
+    def axis_ends(self) -> dict[str, tuple[int, ...]]:
+        """Upper ends of the ranges of sizes that engines are optimised for, by axis: `shapes`, and what follows of it.
+
+        Where ranks share the rows, an end of the sequence is one that fills all of them: whatever is within it, is
+        within the ranks' as well.
+        """
+        ends: dict[str, tuple[int, ...]] = dict(self.shapes)
+        if self.row_chunk:
+            ends["chunk_rows"] = (self.row_chunk,)
+        if self.ranks.ulysses > 1 and "rows" in ends:
+            ends["local_rows"] = tuple(sorted({self.local_rows(end) for end in ends["rows"]}))
+            ends["rows"] = tuple(self.ranks.ulysses * end for end in ends["local_rows"])
+        return ends
+
     def thread_count(self) -> int:
         """Threads of one session on this machine."""
         threads = machine.available_processors() if self.threads == "auto" else self.threads
@@ -404,6 +419,11 @@ class Profile(_Table):
         found += self._tier_problems()
         if self.backend == "inductor" and self.weights == "baked":
             found.append("weights = 'baked': must be 'bound' with backend = 'inductor'")
+        if self.ranks.text_encoder > 1 and self.weights == "baked":
+            rule = "each rank has parts of weights, which engines that hold all of them would not share"
+            found.append(
+                f"weights = 'baked': must be 'bound' with ranks.text_encoder = {self.ranks.text_encoder}: {rule}"
+            )
         most, reason = (max(1, self.gpus), f"gpus = {self.gpus}") if self.on_gpu else (MOST_CPU_RANKS, MOST_CPU_RANKS)
         for stage, ranks in self.ranks:
             if ranks > most:

@@ -26,6 +26,7 @@ from plugins.block_attention import BlockAttention
 from plugins.cut import Cut
 from plugins.dimensions import MODALITIES, TIMESTEP_SLOTS, DenoiserDimensions, Dimensions
 from plugins.distilled import Distilled
+from plugins.exchanges import OPERATORS
 
 SCHEMA_VERSION = 4
 """Changes when a manifest of the last version can no longer be read."""
@@ -161,6 +162,25 @@ class EngineRecord(_Record):
     difference: float | None
     plan: PlanRecord | None = None
     program: ProgramRecord | None = None
+
+    @property
+    def exchanges(self) -> tuple[int, int]:
+        """Operators that exchange between ranks: how many the graph has, and how many its engine was found to have.
+
+        A plan has them once for each of its optimisation profiles.
+        """
+        wanted = sum(count for kind, count in self.census.items() if kind.rpartition("::")[2] in OPERATORS)
+        if self.plan is not None:
+            kinds = self.plan.census.items()
+            found = sum(n for kind, n in kinds if kind.startswith("collective.") or _is_exchange(kind))
+            return wanted * max(1, len(self.plan.profiles)), found
+        program = self.program.census if self.program else {}
+        return wanted, sum(count for kind, count in program.items() if _is_exchange(kind))
+
+
+def _is_exchange(kind: str) -> bool:
+    """Whether a layer or an operator, of that kind in a census, is one of those that exchange between ranks."""
+    return any(name in kind for name in OPERATORS)
 
 
 class WeightFile(_Record):
@@ -397,6 +417,10 @@ class EngineStore:
             raise store._error(f"{root / MANIFEST}: {problem}")
         return store
 
+    def of_rank(self, rank: int) -> EngineStore:
+        """The store as one of the ranks that divide the tensors of some graphs sees it: its weights are that rank's."""
+        return EngineStore(self.root, self.manifest.of_rank(rank))
+
     @property
     def tokenizer_file(self) -> Path:
         """The checkpoint's tokenizer.json, as copied into the store."""
@@ -469,6 +493,13 @@ class EngineStore:
                     f"{self.root}: profile {profile.name} has ranks.{stage} = {ranks}, but its engines are those of "
                     f"one rank: no exchange between ranks is among their layers, and none is between them"
                 )
+        for name, engine in self.manifest.graphs.items():
+            wanted, found = engine.exchanges
+            if found != wanted:
+                raise self._error(
+                    f"{self.root}: graph {name}: its engine must have {wanted} exchanges between ranks, and {found} "
+                    f"are among its layers"
+                )
 
     def _exchanges(self, stage: str, ranks: int) -> bool:
         """Whether the engines of a stage are a rank's: with an exchange inside, or for one between them."""
@@ -478,10 +509,9 @@ class EngineStore:
         if stage == "ulysses" and (attend := graphs.get("block.attend")):
             return all(spec.shape[1] * ranks == dimensions.denoiser.heads for spec in attend.inputs[:3])
         if stage == "text_encoder" and "text_encoder.layer.attend" in graphs:
-            return True
+            return graphs["text_encoder.embedding"].outputs[0].shape[1] * ranks == dimensions.text_encoder.hidden
         part = "text_encoder." if stage == "text_encoder" else "block"
-        plans = [engine.plan for name, engine in graphs.items() if name.startswith(part)]
-        return any(kind.startswith("collective.") for plan in plans if plan is not None for kind in plan.census)
+        return any(sum(engine.exchanges) for name, engine in graphs.items() if name.startswith(part))
 
     def _verify_gpus(self) -> None:
         """Every GPU that the profile uses must be of a compute capability that every plan was built for."""

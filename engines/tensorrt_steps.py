@@ -175,10 +175,7 @@ class TensorRTSteps(GraphSteps):
     @property
     def _ranges(self) -> tuple[dict[str, AxisRange], ...]:
         named = axes(self.graph, self.binding)
-        shapes: dict[str, tuple[int, ...]] = dict(self._profile.shapes)
-        if self._profile.row_chunk:
-            shapes["chunk_rows"] = (self._profile.row_chunk,)
-        return optimisation_profiles(named, shapes)
+        return optimisation_profiles(named, self._profile.axis_ends)
 
 
 def _put_off(profile: Profile) -> str | None:

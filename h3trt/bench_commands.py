@@ -35,6 +35,7 @@ class Subject(StrEnum):
     TAIL = "tail"
     PACKAGES = "packages"
     EXCHANGE = "exchange"
+    SHARDED = "sharded"
 
 
 def register(app: typer.Typer) -> None:
@@ -67,6 +68,7 @@ def bench(
     and memory beside the plan. vae: the tiles of a clip and its MP4. end-to-end: a request, by stages. quality: clips
     of every tier of a profile, or of a store on any machine, beside lossless ones. packages: no measurement, but all
     that the others compile, side by side. exchange: rows for heads between two GPUs, over NCCL and by stores.
+    sharded: two blocks whose rows two GPUs share, beside one GPU.
     """
     if subject is Subject.QUALITY:
         clips = {"aspect_ratio": "16:9", "duration": duration, "num_inference_steps": forwards}
@@ -78,8 +80,8 @@ def bench(
         measured = adapters.measure_store(store)
         _write(measured, out, f"adapters.{Path(measured['profile']).stem}")
         return
-    if subject is Subject.EXCHANGE:
-        _exchange(_made(work), out)
+    if subject in (Subject.EXCHANGE, Subject.SHARDED):
+        _two_gpus(subject, _made(work), out)
         return
     if subject is Subject.TAIL:
         _tail(profile, _made(work / "tail"), out)
@@ -99,17 +101,19 @@ def _write(measured: Mapping[str, Any], out: Path, name: str) -> None:
     console.line(report.table(measured))
 
 
-def _exchange(work: Path, out: Path) -> None:
+def _two_gpus(subject: Subject, work: Path, out: Path) -> None:
     import torch
 
-    from bench import exchange
+    from bench import exchange, sharded
     from h3trt.exits import CommandError
 
     if torch.cuda.device_count() < exchange.RANKS:
+        found = torch.cuda.device_count()
         raise CommandError(
-            f"torch finds {torch.cuda.device_count()} GPUs, and {exchange.RANKS} exchange; run: h3trt doctor"
+            f"torch finds {found} GPUs to measure on, and {exchange.RANKS} are needed; run: h3trt doctor"
         )
-    _write(exchange.measure(work), out, "exchange")
+    measured = exchange.measure(work) if subject is Subject.EXCHANGE else sharded.measure(work)
+    _write(measured, out, subject)
 
 
 def _tail(profile: str, work: Path, out: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from plugins.exchanges import GROUP
 
 if TYPE_CHECKING:
     import onnx
@@ -28,8 +30,9 @@ TENSOR_TYPES = tuple(
 """ONNX types that an operation's inputs may have."""
 
 
-Shapes = Callable[[Sequence[Any]], Sequence[Sequence[Any]]]
-"""Sizes of each result from sizes of each input, numbers or TensorRT's expressions."""
+Shapes = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Sequence[Any]]]
+"""Sizes of each result, TensorRT's expressions or numbers, from its expressions of the sizes of each input (those of
+`Op.tensors`) and from the op's attributes."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ class Op:
         """Names of the tensor arguments."""
         return tuple(n for n, kind in self._parameters.items() if kind is torch.Tensor)
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether it needs the other ranks of a group, whose handle is one of its inputs."""
+        return GROUP in self.inputs
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The inputs that are data: all but the handle of a group."""
+        return tuple(name for name in self.inputs if name != GROUP)
+
     @cached_property
     def attributes(self) -> tuple[str, ...]:
         """Names of the number arguments, which are ONNX attributes."""
@@ -120,6 +133,8 @@ class Op:
         self, device: str, capability: tuple[int, int] = (0, 0)
     ) -> Callable[..., torch.Tensor] | None:
         """The implementation for a device, where a compiler can look into it; None for one that it must call."""
+        if self.exchanges:
+            return None  # its group is found when it runs
         if self.fused:
             return self.reference
         opaque = {f.function for f in self.fast if not f.plain}
@@ -155,14 +170,17 @@ class Op:
             DOMAIN,
             DOMAIN_VERSION,
             inputs=parameters,
-            outputs=[OpSchema.FormalParameter(n, t) for n, t in zip(self.results, self._result_types, strict=True)],
+            outputs=[OpSchema.FormalParameter(n, t) for n, t in zip(self.results, self.types_of_results, strict=True)],
             type_constraints=[(f"T_{n}", list(TENSOR_TYPES), "") for n in self.inputs],
             attributes=attributes,
         )
 
     @property
-    def _result_types(self) -> tuple[str, ...]:
-        """The first result has the first input's type; what an op counts beside it is int64."""
+    def types_of_results(self) -> tuple[str, ...]:
+        """ONNX types, or `T_x` for that of input x.
+
+        The first result has the first input's type; what an op counts beside it is int64.
+        """
         return self.result_types or (f"T_{self.inputs[0]}", *("tensor(int64)" for _ in self.results[1:]))
 
     @cached_property

@@ -12,16 +12,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 # Its name since torch 2.13, where the older one is deprecated.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-GROUP = "group"
-"""Input of graphs that exchange between ranks: the handle of their group, int64 [1], which stays on the host."""
-
-SEQUENCE = "sequence"
-"""Another: int64 [S], of which the size alone is read: the rows of the whole sequence."""
 
 
 class Group(Protocol):
@@ -61,18 +55,30 @@ class ProcessGroup:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
+    def communicator(self) -> int:
+        """Address of NCCL's communicator of the group on this process' GPU.
+
+        Raises:
+            RuntimeError: the group has no such thing; gloo's has none.
+        """
+        address: int = self._group._get_backend(torch.device("cuda"))._comm_ptr()  # type: ignore[attr-defined]
+        return address
+
     def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
         """All `rows` of this rank's heads, [rows, H / size, d] each."""
-        # To each rank: of each part, its heads of all rows here.
-        sent = torch.stack([part.unflatten(1, (self.size, -1)).movedim(1, 0) for part in parts], dim=1)
-        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, sent.contiguous(), group=self._group)
-        return tuple(part.flatten(0, 1)[:rows] for part in received.movedim(1, 0))
+        # Part by part: what comes of one is whole as it lies, where parts that came together would have to be copied.
+        return tuple(self._to_heads(part, rows) for part in parts)
+
+    def _to_heads(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        sent = part.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received.flatten(0, 1)[:rows]
 
     def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
         """This rank's rows of all heads, [local_rows, H, d]."""
         padding = part.new_zeros(local_rows * self.size - len(part), *part.shape[1:])
-        sent = torch.cat([part, padding])
+        sent = torch.cat([part, padding]) if len(padding) else part.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return received.unflatten(0, (self.size, -1)).movedim(0, 1).flatten(1, 2)
@@ -85,9 +91,13 @@ class ProcessGroup:
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
-        # Added here in the order of the ranks: every rank adds the same numbers in the same order.
-        gathered = self.gather_rows(part.unsqueeze(0), self.size)
-        return gathered.sum(0)
+        # Each rank adds up a share of the numbers, in the order of the ranks, and hands it out: all have the same bits,
+        # and what is sent does not grow with the ranks.
+        flat = nn.functional.pad(part.flatten(), (0, -part.numel() % self.size))
+        parts = torch.empty_like(flat)
+        dist.all_to_all_single(parts, flat, group=self._group)
+        total = self.gather_rows(parts.unflatten(0, (self.size, -1)).sum(0), part.numel())
+        return total.view(part.shape)
 
 
 class Loopback:

@@ -3,11 +3,16 @@
 The plugin's attributes are the op's numbers, its format is linear, and its enqueue runs the implementation that torch
 would run, on TensorRT's stream and into TensorRT's memory. `tensorrt` and `tensorrt_lean` have the same classes;
 whoever registers a creator passes the module.
+
+A plugin that exchanges between ranks is given the group by whoever opens its plan, as an `Exchange`; while a plan is
+built there is none, and its plugins send to themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,7 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from plugins.exchanges import GROUP, SEQUENCE
 from plugins.op import DOMAIN, Op, Shapes
+from plugins.ranks import Group, Loopback, handle_of
 from plugins.registry import find
 
 VERSION = "1"
@@ -38,7 +45,7 @@ _CARRIER: dict[torch.dtype, str] = {
 
 
 _FIXED_TYPES = {"threshold": "FLOAT"} | dict.fromkeys(
-    ("valid_rows", "tile_rows", "row_tiles", "tile_counts", "skipped"), "INT64"
+    ("valid_rows", "tile_rows", "row_tiles", "tile_counts", "skipped", SEQUENCE), "INT64"
 )
 """TensorRT's name of the type of those inputs and results that have not the first input's, by their name."""
 
@@ -47,8 +54,17 @@ class PluginError(ValueError):
     """A plugin is given what it does not take; names the op and the argument."""
 
 
-def creator(trt: ModuleType, op: Op) -> object:
+@dataclass
+class Exchange:
+    """What the plugins of one opened plan exchange over; whoever runs the plan says, before each run, which group."""
+
+    group: Group | None = None
+
+
+def creator(trt: ModuleType, op: Op, exchange: Exchange | None = None) -> object:
     """The IPluginCreatorV3One of an op, to be registered under the namespace `h3`.
+
+    `exchange` is for plugins of plans that are opened, if they exchange between ranks.
 
     Raises:
         PluginError: the op is no plugin.
@@ -66,9 +82,32 @@ def creator(trt: ModuleType, op: Op) -> object:
             self.field_names = trt.PluginFieldCollection(fields)
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-            return plugin({field.name: field.data for field in fields})
+            attributes = {field.name: field.data for field in fields}
+            if op.exchanges and exchange is None and phase != trt.TensorRTPhase.BUILD:
+                raise PluginError(f"plugin {op.name}: exchanges between ranks, and is given none to exchange with")
+            return plugin(attributes, exchange)
 
     return Creator()
+
+
+@contextmanager
+def exchanging(trt: ModuleType, registry: Any, ops: Iterable[Op], exchange: Exchange) -> Iterator[None]:
+    """Within it, plans that are opened by the registry's runtime get plugins that exchange over `exchange`.
+
+    Raises:
+        PluginError: an op is no plugin, or the registry does not take it.
+    """
+    creators: list[Any] = [creator(trt, op, exchange) for op in ops]
+    registered = []
+    try:
+        for made in creators:
+            if not registry.register_creator(made, made.plugin_namespace):
+                raise PluginError(f"op {made.name}: TensorRT's registry does not take it as {DOMAIN}::{made.name}")
+            registered.append(made)
+        yield
+    finally:
+        for made in registered:
+            registry.deregister_creator(made)
 
 
 @cache
@@ -97,7 +136,7 @@ def plugin_class(trt: ModuleType, op: Op, shapes: Shapes) -> Any:
     build, runtime = _build(trt, op, shapes), _runtime(trt, op)
 
     class Plugin(trt.IPluginV3OneCore, build, runtime, trt.IPluginV3):  # type: ignore[misc, name-defined, valid-type]
-        def __init__(self, attributes: dict[str, Any]) -> None:
+        def __init__(self, attributes: dict[str, Any], exchange: Exchange | None = None) -> None:
             for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
                 base.__init__(self)
             missing = [name for name in op.attributes if name not in attributes]
@@ -106,12 +145,14 @@ def plugin_class(trt: ModuleType, op: Op, shapes: Shapes) -> Any:
             self.attributes = {name: _number(op, name, attributes[name]) for name in op.attributes}
             self.plugin_name, self.plugin_namespace, self.plugin_version = op.name, DOMAIN, VERSION
             self.num_outputs = len(op.results)
+            if op.exchanges:
+                self.exchange = exchange or Exchange(Loopback(int(self.attributes["ranks"])))
 
         def get_capability_interface(self, kind: Any) -> Any:
             return self
 
         def clone(self) -> Any:
-            return Plugin(self.attributes)
+            return Plugin(self.attributes, self.exchange if op.exchanges else None)
 
         def attach_to_context(self, context: Any) -> Any:
             return self.clone()
@@ -123,11 +164,14 @@ def _build(trt: ModuleType, op: Op, shapes: Shapes) -> Any:
     base: Any = trt.IPluginV3OneBuild
 
     class Build(base):
+        attributes: dict[str, int | float]
+
         def get_output_data_types(self, types: Sequence[Any]) -> list[Any]:
-            return [types[0], *(trt.DataType.INT64 for _ in op.results[1:])]
+            named = {f"T_{name}": kind for name, kind in zip(op.tensors, types, strict=True)}
+            return [named.get(kind, trt.DataType.INT64) for kind in op.types_of_results]
 
         def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
-            return [_expressions(trt, sizes) for sizes in shapes(inputs)]
+            return [_expressions(trt, sizes, builder) for sizes in shapes(inputs, self.attributes)]
 
         def supports_format_combination(self, position: int, described: Sequence[Any], inputs: int) -> bool:
             """The floats are of one type, which is the first input's; the rest is as the op's schema has it."""
@@ -153,6 +197,7 @@ def _runtime(trt: ModuleType, op: Op) -> Any:
 
     class Runtime(base):
         attributes: dict[str, int | float]
+        exchange: Exchange
 
         def get_fields_to_serialize(self) -> Any:
             fields = [
@@ -176,22 +221,35 @@ def _runtime(trt: ModuleType, op: Op) -> Any:
             workspace: int,
             stream: int,
         ) -> None:
-            run(op, self.attributes, (*input_desc, *output_desc), (*inputs, *outputs), stream)
+            described, addresses = (*input_desc, *output_desc), (*inputs, *outputs)
+            run(op, self.attributes, described, addresses, stream, self._group() if op.exchanges else None)
+
+        def _group(self) -> Group:
+            if self.exchange.group is None:
+                raise PluginError(f"plugin {op.name}: is run before the group is known that it exchanges over")
+            return self.exchange.group
 
     return Runtime
 
 
 def run(
-    op: Op, attributes: dict[str, int | float], described: Sequence[Any], addresses: Sequence[int], stream: int
+    op: Op,
+    attributes: dict[str, int | float],
+    described: Sequence[Any],
+    addresses: Sequence[int],
+    stream: int,
+    group: Group | None = None,
 ) -> None:
     """Runs an op on a CUDA stream, on device memory at addresses; results come last in both sequences.
 
-    Each description has `dims` and a `type` whose `name` is TensorRT's.
+    Each description has `dims` and a `type` whose `name` is TensorRT's. `group`: of an op that exchanges.
     """
     with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
         memory = [_DeviceMemory(d.dims, d.type.name, a).tensor() for d, a in zip(described, addresses, strict=True)]
-        inputs, outputs = memory[: len(op.inputs)], memory[len(op.inputs) :]
+        inputs, outputs = memory[: len(op.tensors)], memory[len(op.tensors) :]
         capability = torch.cuda.get_device_capability(inputs[0].device)
+        if group is not None:
+            inputs.insert(op.inputs.index(GROUP), torch.tensor([handle_of(group)]))
         found = op.implementation("cuda", capability)(*inputs, *attributes.values())
         for output, result in zip(outputs, found if isinstance(found, tuple) else (found,), strict=True):
             output.copy_(result)
@@ -215,14 +273,14 @@ class _DeviceMemory:
 
 def _wanted_type(op: Op, position: int, first: str) -> str:
     """TensorRT's name of the type at a position of inputs and results."""
-    names = (*op.inputs, *op.results)
+    names = (*op.tensors, *op.results)
     return _FIXED_TYPES.get(names[position], first)
 
 
-def _expressions(trt: ModuleType, sizes: Sequence[Any]) -> Any:
+def _expressions(trt: ModuleType, sizes: Sequence[Any], builder: Any) -> Any:
     dims = trt.DimsExprs(len(sizes))
     for index, size in enumerate(sizes):
-        dims[index] = size
+        dims[index] = builder.constant(size) if isinstance(size, int) else size
     return dims
 
 

@@ -23,7 +23,7 @@ from engines import machine
 from engines.profile import Profile
 from engines.quality import served_by
 from engines.store import EngineRecord, Manifest
-from plugins.block_attention import BlockAttention
+from plugins.block_attention import ATTENDING, BlockAttention
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
 from runtime.condition_memory import (
@@ -43,7 +43,7 @@ FLOAT = 4
 """Bytes of an activation."""
 
 _AXES = {
-    "text_rows": "text_encoder.layer",
+    "text_rows": "text_encoder.embedding",
     "vision_rows": "vision_encoder.block",
     "video_rows": "prologue",
     "audio_rows": "prologue",
@@ -210,7 +210,7 @@ class MemoryModel:
         return MemoryModel(
             manifest.dimensions,
             manifest.profile.memory_budget(machine.memory_bytes()),
-            rows_maximum=_most(graphs["prologue"], "rows"),
+            rows_maximum=min(_most(graphs[name], "rows") for name in ATTENDING if name in graphs),
             tile_features=max(int(weight.shape[0]) for weight in decoder if len(weight.shape) > 1),
             row_chunk=manifest.profile.row_chunk,
             encoders=EncoderSizes(

@@ -14,7 +14,8 @@ import torch
 
 from engines.sessions.engine_set import EngineSet
 from engines.store import Manifest, Partition, TensorRecord
-from plugins.ranks import Group
+from plugins.exchanges import GROUP, SEQUENCE
+from plugins.ranks import Group, handle_of
 from runtime.attention import BlocksAttention, variants
 
 WHOLE = ("block",)
@@ -59,11 +60,11 @@ def open_blocks(
     """
     if _parts(engines.manifest) == SEGMENTS:
         return SegmentedBlocks(engines, partition, rows, attention, adapter, sharing)
-    return WholeBlocks(engines, partition, rows, attention, adapter)
+    return WholeBlocks(engines, partition, rows, attention, adapter, sharing)
 
 
 class WholeBlocks:
-    """A block is one engine."""
+    """A block is one engine, inside of which ranks that share the rows exchange."""
 
     def __init__(
         self,
@@ -72,9 +73,10 @@ class WholeBlocks:
         rows: Mapping[str, torch.Tensor],
         attention: BlocksAttention,
         adapter: str | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._run = partial(engines.run, partition=partition, adapter=adapter)
-        self._rows, self._attention = rows, attention
+        self._rows, self._attention = {**rows, **(_exchanged(sharing, engines.device) if sharing else {})}, attention
 
     def run(self, index: int, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] after block `index`."""
@@ -154,6 +156,12 @@ class SegmentedBlocks:
         modulation = {"modulation": table, "modulation_index": self._rows["modulation_index"][chunk]}
         inputs = {"hidden": hidden[chunk], "mixed": mixed, **modulation}
         self._run("block.finish", inputs, index, outputs={"hidden_out": result[chunk]})
+
+
+def _exchanged(sharing: Sharing, device: torch.device) -> dict[str, torch.Tensor]:
+    """What an engine that exchanges with other ranks takes beside the rows."""
+    sequence = torch.zeros(sharing.rows, dtype=torch.int64, device=device)
+    return {SEQUENCE: sequence, GROUP: torch.tensor([handle_of(sharing.group)])}
 
 
 def _sized(spec: TensorRecord, rows: int) -> TensorRecord:

@@ -1,4 +1,9 @@
-"""The text encoder: token ids and pictures to the conditioning rows, one decoder-layer engine run per layer."""
+"""The text encoder: token ids and pictures to the conditioning rows, one decoder layer after the other.
+
+Ranks may divide its tensors among themselves. Each then has some columns of the token table, which are gathered, and of
+every layer some heads and inner channels: what they add to the rows is summed over the ranks, by the engine, or here
+between the two engines of a layer. All ranks hold all rows, bit for bit the same.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,19 @@ from dataclasses import dataclass
 import torch
 
 from engines.sessions.engine_set import EngineSet
+from engines.store import Manifest
 from plugins.dimensions import TextEncoderDimensions
+from plugins.ranks import Group, handle_of
 from runtime.events import Units
 from runtime.vision import Picture
+
+EMBEDDING, LAYER = "text_encoder.embedding", "text_encoder.layer"
+SEGMENTS = ("text_encoder.layer.attend", "text_encoder.layer.feed")
+
+
+def encoder_graphs(manifest: Manifest) -> tuple[str, ...]:
+    """The text encoder's graphs: the embedding, and what a layer consists of."""
+    return (EMBEDDING, *(SEGMENTS if SEGMENTS[0] in manifest.graphs else (LAYER,)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +76,12 @@ def text_rotary(positions: torch.Tensor, dimensions: TextEncoderDimensions) -> t
 class TextEncoder:
     """Runs the kept decoder layers; the result is the raw, un-normed hidden state of the last one."""
 
-    def __init__(self, engines: EngineSet) -> None:
-        self._engines = engines
+    def __init__(self, engines: EngineSet, tensors: Group | None = None) -> None:
+        """tensors: the ranks that divide its tensors, of whose parts the engines are this rank's."""
+        self._engines, self._group = engines, tensors
         self._dimensions = engines.manifest.dimensions.text_encoder
         self._merge = engines.manifest.dimensions.vision.merge
+        self._segmented = LAYER not in encoder_graphs(engines.manifest)
 
     @property
     def layers(self) -> int:
@@ -74,19 +91,38 @@ class TextEncoder:
     def encode(self, token_ids: torch.Tensor, placed: Sequence[Placed], units: Units) -> torch.Tensor:
         """Conditioning [L, text_dim] on the engines' device in their compute dtype, of token ids [L] int64.
 
-        placed: pictures in the order of their rows. One unit a layer; raises `Cancelled` between layers.
+        placed: pictures in the order of their rows. One unit a layer; raises `Cancelled` between layers. Where ranks
+        divide the tensors, all of them encode the same at the same time.
         """
         positions = mrope_positions(len(token_ids), placed, self._merge)
         cos, sin = (angles.to(self._engines.device) for angles in text_rotary(positions, self._dimensions))
-        hidden = self._engines.run("text_encoder.embedding", {"token_ids": token_ids})["hidden"]
+        hidden = self._embedded(token_ids)
         for one in placed:
             hidden[one.span] = one.picture.rows.to(hidden)
         for layer in range(self.layers):
             with units.one(f"text encoder layer {layer + 1} of {self.layers}"):
-                inputs = {"hidden": hidden, "cos": cos, "sin": sin}
-                hidden = self._engines.run("text_encoder.layer", inputs, instance=layer)["hidden_out"]
+                hidden = self._layer(layer, {"hidden": hidden, "cos": cos, "sin": sin})
                 _add_deepstack(hidden, placed, layer)
         return hidden
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        columns = self._engines.run(EMBEDDING, {"token_ids": token_ids})["hidden"]
+        if self._group is None:
+            return columns
+        return self._group.gather_rows(columns.T.contiguous(), self._dimensions.hidden).T.contiguous()
+
+    def _layer(self, layer: int, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self._segmented:
+            attend, feed = SEGMENTS
+            hidden = self._add(rows["hidden"], self._engines.run(attend, rows, layer)["part"])
+            return self._add(hidden, self._engines.run(feed, {"hidden": hidden}, layer)["part"])
+        if self._group is not None:
+            rows = {**rows, "group": torch.tensor([handle_of(self._group)])}
+        return self._engines.run(LAYER, rows, layer)["hidden_out"]
+
+    def _add(self, hidden: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        assert self._group is not None  # a layer is in segments where ranks divide it
+        return hidden + self._group.sum(part).to(hidden)
 
 
 def _add_deepstack(hidden: torch.Tensor, placed: Sequence[Placed], layer: int) -> None:

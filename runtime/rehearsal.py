@@ -120,7 +120,7 @@ def rehearse(pipeline: AnyPipeline, rehearsal: Rehearsal, progress: Progress) ->
 def _encoded(taken: Taken, manifest: Manifest) -> Encoded:
     """A prompt's encoding without its content."""
     size, tags = manifest.dimensions.denoiser, torch.from_numpy(taken.presented.tags)
-    dtype = getattr(torch, manifest.graphs["text_encoder.layer"].outputs[0].dtype)
+    dtype = getattr(torch, manifest.graphs["text_encoder.embedding"].outputs[0].dtype)
     text = torch.zeros(len(tags), size.text_dim, dtype=dtype)
     return Encoded(text, tags, torch.empty(0, size.video_row), torch.empty(0, size.audio_channels))
 

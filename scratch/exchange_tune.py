@@ -1,56 +1,60 @@
-"""Scratch: grids and unrolling of the exchange kernel on two GPUs; not part of the product."""
-import json, sys, tempfile, statistics
+"""Scratch: shapes of the exchange kernel on two GPUs; not part of the product."""
+import random, statistics, sys, tempfile, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from bench.ranks import together
+from bench.ranks import meet, together
 from plugins.kernels import symmetric_exchange as se
 
 ROWS, H, D = 58_816, 56, 128
+KB = 1 << 10
+VARIANTS = [(32, 200, 0.5, 0.5), (57, 200, 0.5, 0.5), (57, 200, 0.75, 0.25), (57, 200, 0.625, 0.375), (32, 96, 0.5, 0.5), (32, 96, 1.0, 1.0),
+            (16, 96, 1.0, 1.0), (32, 96, 1.25, 0.75), (16, 96, 0.75, 0.5), (16, 64, 1.5, 1.5)]
 
-def timed(run, rounds=12):
-    for _ in range(3): run()
-    out = []
-    meeting = torch.zeros(1, device="cuda")
-    for _ in range(rounds):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(); dist.barrier(); dist.all_reduce(meeting)
-        a.record(); run(); b.record(); torch.cuda.synchronize()
-        out.append(a.elapsed_time(b))
-    t = torch.tensor([statistics.median(out), min(out), max(out)], device="cuda")
+def settings(item, shared, far, near):
+    se._ITEM, se._SHARED, se._FAR_BLOCKS, se._NEAR_BLOCKS = item * KB, shared * KB, far, near
+
+def summary(values):
+    t = torch.tensor(values, device="cuda")
     dist.all_reduce(t, op=dist.ReduceOp.MAX)
-    return [round(x, 3) for x in t.tolist()]
+    t = t.tolist()
+    return f"{statistics.median(t):.3f} ({min(t):.3f}..{max(t):.3f})"
 
 def work(rank, device, folder):
     def say(*a):
         if rank == 0: print(*a, flush=True)
     g = dist.group.WORLD
     n = ROWS // 2
-    packed = torch.empty(n, H, 3 * D, dtype=torch.bfloat16, device=device).normal_()
+    packed = torch.empty(n, H, 3 * D, dtype=torch.bfloat16, device=device).normal_(generator=torch.Generator(device).manual_seed(rank))
     q, k, v = packed.chunk(3, -1)
     parts = q.contiguous(), k.contiguous(), v
     group = se.SymmetricGroup(g, device)
-    group.to_heads(parts, ROWS); torch.cuda.synchronize()
-    say("regs etc. ok; peer access", torch.cuda.can_device_access_peer(0, 1))
-    # ceilings
-    handle = group._heads._handles[0]
-    peer = handle.get_buffer(1 - rank, (n * H * D // 2,), torch.bfloat16)
-    src = parts[0].view(-1)[: peer.numel()]
-    say("copy engine to peer, %d MB:" % (src.nbytes // 1e6), timed(lambda: peer.copy_(src)), "GB/s at", src.nbytes / 1e6)
-    say("barrier alone", timed(lambda: handle.barrier()))
-    for unroll in (4, 8, 16):
-        for threads in (512, 256):
-            for blocks in (0.25, 0.5, 1, 2, 3, 4):
-                se._UNROLLED, se._MAX_THREADS = unroll, threads
-                if threads == 256: pass
-                se._module.cache_clear()
-                procs = torch.cuda.get_device_properties(device).multi_processor_count
-                class B(float):
-                    def __mul__(self, o): return max(1, int(float(self) * o))
-                se._BLOCKS_PER_PROCESSOR = B(blocks)
-                t = timed(lambda: group.to_heads(parts, ROWS))
-                t2 = timed(lambda: group.to_heads((parts[2],) * 3, ROWS), 6)
-                say(f"unroll {unroll} threads<= {threads} blocks/SM {blocks}: {t}  {632.4/t[0]:.0f} GB/s; all views {t2}")
+    from plugins.ranks import ProcessGroup
+    wanted = [x.clone() for x in ProcessGroup(g).to_heads(parts, ROWS)]
+    seen, ok = {}, {}
+    start = time.monotonic()
+    for variant in VARIANTS:
+        settings(*variant)
+        for _ in range(2): group.to_heads(parts, ROWS)
+        torch.cuda.synchronize()
+        got = group.to_heads(parts, ROWS)
+        ok[variant] = all(torch.equal(a, b) for a, b in zip(got, wanted)); del got
+        back = group.to_rows(wanted[2], n); ok[variant] &= torch.equal(back, v); del back
+        seen[variant] = []
+    say("compiled and checked after", time.monotonic() - start)
+    drawn = random.Random(0)
+    for _ in range(10):
+        for variant in drawn.sample(VARIANTS, len(VARIANTS)):
+            settings(*variant)
+            a = meet(lambda: group.to_heads(parts, ROWS))
+            b = meet(lambda: group.to_heads((v, v, v), ROWS))
+            c = meet(lambda: group.to_rows(wanted[2], n))
+            seen[variant].append((a, b, c))
+    barrier = [meet(lambda: group._heads.barrier()) for _ in range(20)]
+    say("barrier alone", summary(barrier))
+    say("item KB, shared KB, far, near blocks/SM | to heads | all views | to rows | equal")
+    for variant in VARIANTS:
+        say(*variant, "|", " | ".join(summary(x) for x in zip(*seen[variant])), "|", ok[variant])
     return {}
 
 if __name__ == "__main__":

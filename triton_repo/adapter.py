@@ -35,6 +35,7 @@ from runtime.request import RequestError, Resolved, parse_params
 from runtime.timings import Recorder, identity
 from runtime.work import Work as WorkAmount
 from runtime.work import work_of
+from triton_repo import allocation
 from triton_repo import metric_table as table
 from triton_repo.control import UNREACHABLE, read_metrics
 from triton_repo.logs import Log, set_up
@@ -333,6 +334,7 @@ class Model(ABC):
                     done = {one: seconds for one, seconds in done.items() if not one.kind.startswith("encode")}
             if done and self._recorder is not None:
                 self._remember(done, self._recorder)
+            allocation.give_back()
 
     def _remember(self, done: Mapping[WorkAmount, float], recorder: Recorder) -> None:
         try:

@@ -10,15 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from triton_repo import allocation
 from triton_repo.errors import ServerError
 
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 LIBPYTHON = f"libpython{PYTHON_VERSION}.so.1.0"
-
-
-ALLOCATION = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "4194304"}
-"""Settings of glibc's malloc. By itself it raises the size from which memory is mapped to that of the largest block it
-has seen freed, and keeps an arena for each thread: a server then holds what its last requests took."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Installation:
 
         The stub takes its packages from the first `python3` on PATH and ignores PYTHONPATH and VIRTUAL_ENV.
         """
-        environment = ALLOCATION | dict(os.environ)
+        environment = allocation.ENVIRONMENT | dict(os.environ)
         libraries = [str(self.libpython.parent), environment.get("LD_LIBRARY_PATH", "")]
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
         # Not resolved: a virtual environment's python3 is a link, and the folder that holds it is the environment.

@@ -154,7 +154,7 @@ def _stage_tensors(manifest: Manifest) -> tuple[tuple[Tensor, ...], tuple[Tensor
     output, of the video [outputs, channels, T, h, w] and of the sound [outputs, 2, channels, A].
     """
     dimensions = manifest.dimensions
-    hidden = manifest.graphs["text_encoder.layer"].outputs[0].dtype
+    hidden = manifest.graphs["text_encoder.embedding"].outputs[0].dtype
     compute = {"float32": DataType.FP32, "bfloat16": DataType.BF16}[hidden]
     sound = dimensions.audio_vae.latent_channels
     encoded = (

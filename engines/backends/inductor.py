@@ -28,6 +28,7 @@ from engines.store import AxisRange
 from export.binding import Binding
 from export.graphs.graph import Graph
 from export.trace import axes, trace
+from plugins.exchanges import GROUP
 from plugins.op import DOMAIN
 from plugins.ops import quantised_rows
 from plugins.registry import REGISTRY
@@ -134,7 +135,7 @@ def _runtime() -> str:
 def lower(program: ExportedProgram, device: torch.device) -> ExportedProgram:
     """The program on a device, its operators replaced by what inductor can fuse, wherever there is such a form."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    moved = move_to_device_pass(program, {"cpu": str(device)}) if device.type != "cpu" else program
+    moved = _moved(program, device) if device.type != "cpu" else program
     if capability >= quantised_rows.CAPABILITY:
         quantise_in_producers(moved.graph)
     plain = {op.overload: op.plain_implementation(device.type, capability) for op in REGISTRY}
@@ -146,6 +147,21 @@ def lower(program: ExportedProgram, device: torch.device) -> ExportedProgram:
     lowered = moved.run_decompositions(table)
     _check(lowered)
     return lowered
+
+
+def _moved(program: ExportedProgram, device: torch.device) -> ExportedProgram:
+    """The program on a device, but for the handles of groups, which are read on the host."""
+    moved = move_to_device_pass(program, {"cpu": str(device)})
+    handles = {
+        node.args[op.inputs.index(GROUP)]
+        for op in REGISTRY
+        for node in moved.graph.nodes
+        if op.exchanges and node.target is op.overload
+    }
+    for handle in handles:
+        assert isinstance(handle, torch.fx.Node)
+        handle.meta["val"] = handle.meta["val"].to("cpu")
+    return moved
 
 
 def census(program: ExportedProgram) -> dict[str, int]:

@@ -15,6 +15,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from engines.sessions.onnxruntime import session_options
+from plugins.exchanges import OPERATORS
 from plugins.op import DOMAIN
 
 MICROSOFT = "com.microsoft"
@@ -50,13 +51,18 @@ def check(engine: onnx.ModelProto, emitted: onnx.ModelProto) -> dict[str, int]:
     """Counts the engine's operators as "domain::Op", and fails where it is not what the emitted model asked for.
 
     Raises:
-        LoweringError: an attention is not fused, an `h3` operator is left, or ONNX Runtime does not load the engine
-            with the emitted model's inputs and outputs.
+        LoweringError: it exchanges between ranks, an attention is not fused, an `h3` operator is left, or ONNX Runtime
+            does not load the engine with the emitted model's inputs and outputs.
     """
     census = Counter(f"{node.domain or 'ai.onnx'}::{node.op_type}" for node in engine.graph.node)
     wanted = sum(_is_attention(node) for node in emitted.graph.node)
     fused = census[f"{MICROSOFT}::MultiHeadAttention"]
     name = emitted.graph.name
+    if shared := [node.name for node in emitted.graph.node if _needs_ranks(node)]:
+        raise LoweringError(
+            f"graph {name}: exchanges between ranks at {', '.join(shared)}: ONNX Runtime's engines have one rank each; "
+            f"the graph must be cut there"
+        )
     if fused != wanted:
         raise LoweringError(f"graph {name}: {wanted} fused attentions expected, {fused} found")
     if left := sorted(op for op in census if op.startswith(f"{DOMAIN}::")):
@@ -80,6 +86,11 @@ def _check_loads(engine: onnx.ModelProto, emitted: onnx.ModelProto) -> None:
         found, expected = [x.name for x in loaded], [x.name for x in declared]
         if found != expected:
             raise LoweringError(f"graph {name}: {kind} {expected} expected, {found} found")
+
+
+def _needs_ranks(node: onnx.NodeProto) -> bool:
+    """Whether it is of several ranks: its function, which would run, is for one."""
+    return node.op_type in OPERATORS and any(a.name == "ranks" and a.i > 1 for a in node.attribute)
 
 
 def _is_attention(node: onnx.NodeProto) -> bool:

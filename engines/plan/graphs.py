@@ -160,10 +160,14 @@ class Costs:
 
     def _embedding(self) -> Run:
         text = self.weighing.outline.dimensions.text_encoder
-        io = self.rows.text * (INT64 + text.hidden * Widths.of(self.weighing.arithmetic("text_encoder")).item)
+        row, ranks = text.hidden * Widths.of(self.weighing.arithmetic("text_encoder")).item, self._text_ranks
+        io = self.rows.text * (INT64 + row / ranks)
         # Only the rows of the prompt's tokens are read of the table.
         table = self.weighing.instances("text_encoder.embedding")[0]
-        return Run(1, 0, {}, io - table, io)
+        # The ranks' columns are gathered, and turned back to rows.
+        gathered = 2 * self.rows.text * row if ranks > 1 else 0
+        exchanged = self.rows.text * row * (ranks - 1) / ranks
+        return Run(1, 0, {}, io - table, io, collectives=gathered, exchanged=exchanged)
 
     def _text_layer(self) -> Run:
         text, ranks, rows = self.weighing.outline.dimensions.text_encoder, self._text_ranks, self.rows.text
@@ -176,7 +180,8 @@ class Costs:
         flops = operations(arithmetic, text.layers * linear, text.layers * mixing)
         io = rows * (2 * hidden + 2 * text.head_dim * FLOAT)
         reduced = 2 * text.layers * 2 * rows * text.hidden * FLOAT * (ranks - 1) / ranks
-        collectives = rows * text.hidden * FLOAT if ranks > 1 else 0
+        # The ranks' parts of a share of the sum, the share, and the whole sum.
+        collectives = (2 + 1 / ranks) * rows * text.hidden * FLOAT if ranks > 1 else 0
         return Run(
             text.layers, rows * row, flops, 2 * rows * (row + hidden), io, collectives=collectives, exchanged=reduced
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from engines.profile import Arithmetic
@@ -23,6 +23,9 @@ _LINEARS: dict[str, re.Pattern[str]] = {
 
 _SHARDED = re.compile(r".*(_proj|embed_tokens)\.weight")
 """What tensor parallelism divides in the text encoder; norms are on every rank."""
+
+_BY_INPUTS = re.compile(r".*\.(o_proj|down_proj)\.weight")
+"""Layers of which a rank has all output channels, and so all of their scales."""
 
 Tensors = Mapping[str, Declared]
 
@@ -158,7 +161,12 @@ def _is_quantised(graph: str, name: str) -> bool:
 def _nbytes(graph: str, name: str, declared: Declared, arithmetic: Arithmetic, ranks: int) -> int:
     quantised = arithmetic in ("fp8", "nvfp4") and _is_quantised(graph, name)
     nbytes = quantised_nbytes(declared, arithmetic) if quantised else declared.nbytes
-    return math.ceil(nbytes / ranks) if _SHARDED.fullmatch(name) and graph.startswith("text_encoder") else nbytes
+    if ranks == 1 or not graph.startswith("text_encoder") or not _SHARDED.fullmatch(name):
+        return nbytes
+    if not quantised or not _BY_INPUTS.fullmatch(name):
+        return nbytes // ranks
+    outputs, inputs = declared.shape or (0, 0)
+    return quantised_nbytes(replace(declared, shape=(outputs, inputs // ranks)), arithmetic)
 
 
 def _instances(outline: Outline) -> Iterator[tuple[str, list[Tensors]]]:

@@ -13,6 +13,7 @@ import torch
 from engines.sessions.backend import Backend, EngineInputError, open_backend
 from engines.sessions.dtypes import TORCH
 from engines.store import EngineRecord, EngineStore, Manifest, Partition, TensorRecord
+from plugins.exchanges import GROUP
 
 
 class EngineSet:
@@ -93,9 +94,13 @@ class EngineSet:
         graph = self.manifest.engine_of(graph, changed)
         self._check_target(graph, instance, partition)
         self._check_tensors(graph, inputs, outputs)
-        placed = {name: tensor.detach().to(self.device).contiguous() for name, tensor in inputs.items()}
+        placed = {name: self._placed(name, tensor) for name, tensor in inputs.items()}
         with self._lock:
             return self._backend.run(graph, placed, instance, partition, outputs, changed)
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """An input where it is read; a group's handle is read on the host."""
+        return tensor.detach().to("cpu" if name == GROUP else self.device).contiguous()
 
     def warm(self) -> None:
         """Does now what the first run of each engine would otherwise wait for."""

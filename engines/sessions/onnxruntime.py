@@ -88,11 +88,15 @@ class OnnxRuntimeEngines:
 
     def _bound(self, graph: str, instance: int, partition: Partition, adapter: str | None) -> dict[str, ort.OrtValue]:
         key = EngineKey(graph, partition, instance), adapter
-        if key not in self._weights:
-            regions: Mapping[str, Region] = self._manifest.regions(graph, instance, partition, adapter)
-            weights = self._manifest.graphs[graph].weights
-            self._weights[key] = {w.name: mapped_value(self._mapped, regions[w.name], w.dtype) for w in weights}
-        return self._weights[key]
+        if key in self._weights:
+            return self._weights[key]
+        regions: Mapping[str, Region] = self._manifest.regions(graph, instance, partition, adapter)
+        weights = self._manifest.graphs[graph].weights
+        found = {w.name: mapped_value(self._mapped, regions[w.name], w.dtype) for w in weights}
+        # A rank's parts that do not lie together are copies, in memory of their own: for one run.
+        if not any(region.cut for region in regions.values()):
+            self._weights[key] = found
+        return found
 
 
 class Session:

@@ -5,6 +5,7 @@ Everything is queued on one stream: a call returns when its work is queued, and 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -22,9 +23,11 @@ from engines.sessions.gpu import CudaGpu, Gpu, RunQueue
 from engines.sessions.placement import Placement, place
 from engines.sessions.runtime_cache import RuntimeCache
 from engines.store import AxisRange, EngineRecord, EngineStore, FileRecord, Partition, StoreError, rebuild_advice
+from plugins.exchanges import GROUP
 from plugins.op import DOMAIN
+from plugins.ranks import Group, ProcessGroup, group_of
 from plugins.registry import REGISTRY
-from plugins.tensorrt_plugin import register
+from plugins.tensorrt_plugin import Exchange, exchanging, register
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -32,6 +35,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+
+_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+"""Python's object of an address, which is how TensorRT takes a communicator."""
 
 
 def open_tensorrt(opening: Opening) -> TensorRTEngines:
@@ -125,7 +133,8 @@ class _Plans:
         if key not in self._plans:
             record = self._manifest.graphs[graph]
             file = record.baked[partition][instance] if self._baked else record.file
-            self._plans[key] = Plan(graph, record, self._opener.open(graph, file), self._activations, self._gpu)
+            context, exchange = self._opener.open(graph, file)
+            self._plans[key] = Plan(graph, record, context, self._activations, self._gpu, exchange)
         return self._plans[key]
 
     def open_lasting(self) -> None:
@@ -184,7 +193,8 @@ def _register_plugins(opening: Opening, flavour: tensorrt.Flavour) -> None:
     """Has TensorRT find the plugins that are in the plans; TensorRT-RTX has none."""
     operators = {name for graph in opening.graphs for name in opening.store.manifest.graphs[graph].census}
     for op in REGISTRY if flavour.has_plugins else ():
-        if op.plugin_shapes is not None and f"{DOMAIN}::{op.name}" in operators:
+        # Those that exchange are registered with each plan that is opened.
+        if op.plugin_shapes is not None and not op.exchanges and f"{DOMAIN}::{op.name}" in operators:
             register(flavour.module, op.name)
 
 
@@ -205,8 +215,8 @@ class _Opener:
             name = hashlib.sha256(" ".join(sorted(opening.graphs)).encode()).hexdigest()[:16]
             self._cache = RuntimeCache(opening.store.root / "kernels" / f"{name}.cache")
 
-    def open(self, graph: str, file: FileRecord) -> trt.IExecutionContext:
-        """An execution context without memory of its own.
+    def open(self, graph: str, file: FileRecord) -> tuple[trt.IExecutionContext, Exchange]:
+        """An execution context without memory of its own, and what it exchanges with other ranks over.
 
         Raises:
             StoreError: TensorRT does not open the plan here.
@@ -215,7 +225,8 @@ class _Opener:
         serialized = self._store.read(file)
         if self._flavour.tells_validity:
             self._check_validity(graph, file, serialized)
-        engine: trt.ICudaEngine | None = self._runtime.deserialize_cuda_engine(serialized)
+        exchange = Exchange()
+        engine = self._deserialize(graph, serialized, exchange)
         if engine is None:
             raise self._refusal(graph, file, self._errors)
         self._check_tensors(graph, file, engine)
@@ -227,7 +238,16 @@ class _Opener:
         context: trt.IExecutionContext | None = engine.create_execution_context(config)
         if context is None:
             raise self._refusal(graph, file, self._errors)
-        return context
+        return context, exchange
+
+    def _deserialize(self, graph: str, serialized: bytes, exchange: Exchange) -> trt.ICudaEngine | None:
+        """The engine of a plan, whose plugins exchange over what is given, if they exchange."""
+        record = self._store.manifest.graphs[graph]
+        ops = [op for op in REGISTRY if op.exchanges and f"{DOMAIN}::{op.name}" in record.census]
+        if not ops or not self._flavour.has_plugins:
+            return self._runtime.deserialize_cuda_engine(serialized)
+        with exchanging(self._flavour.module, self._runtime.get_plugin_registry(), ops, exchange):
+            return self._runtime.deserialize_cuda_engine(serialized)
 
     def save_kernels(self) -> None:
         """Keeps what was compiled for the next process."""
@@ -245,7 +265,7 @@ class _Opener:
     def _check_tensors(self, graph: str, file: FileRecord, engine: trt.ICudaEngine) -> None:
         record, manifest = self._store.manifest.graphs[graph], self._store.manifest
         weights = record.weights if manifest.profile.weights == "bound" else ()
-        declared = {tensor.name for tensor in (*record.inputs, *weights, *record.outputs)}
+        declared = {tensor.name for tensor in (*record.inputs, *weights, *record.outputs)} - {GROUP}
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         if found != declared:
             raise self._refusal(graph, file, [f"tensors {sorted(declared)} expected, {sorted(found)} found"])
@@ -277,6 +297,7 @@ class Plan:
     context: trt.IExecutionContext
     activations: Activations
     gpu: Gpu
+    exchange: Exchange = field(default_factory=Exchange)
     _sizes: dict[int, int] = field(default_factory=dict)
 
     def enqueue(
@@ -289,9 +310,12 @@ class Plan:
         """Queues one run; makes the outputs that are not given.
 
         Raises:
-            EngineInputError: no optimisation profile has room for the sizes.
+            EngineInputError: no optimisation profile has room for the sizes, or a group that the plan cannot use.
             EngineRunError: TensorRT refuses a shape, an address or the run.
         """
+        if GROUP in inputs:
+            self._join(group_of(int(inputs[GROUP])))
+            inputs = {name: tensor for name, tensor in inputs.items() if name != GROUP}
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         shapes |= {name: tuple(weight.region.shape) for name, weight in weights.items()}
         sizes = self._axis_sizes(shapes)
@@ -305,6 +329,25 @@ class Plan:
             self._check(self.context.set_tensor_address(name, address), f"the address of {name}", sizes)
         self._check(self.context.execute_async_v3(stream), "the run", sizes)
         return results
+
+    def _join(self, group: Group) -> None:
+        """Has the plan exchange over a group from now on: its plugins, or TensorRT's own collectives."""
+        if group is self.exchange.group:
+            return
+        if self._has_collectives:
+            if not isinstance(group, ProcessGroup):
+                raise EngineInputError(
+                    f"graph {self.graph}: its plan exchanges by TensorRT's own collectives, which need a group of "
+                    f"NCCL; found {type(group).__name__}"
+                )
+            communicator = _capsule(group.communicator(), None, None)
+            self._check(self.context.set_communicator(communicator), "the ranks' communicator", {})
+        self.exchange.group = group
+
+    @property
+    def _has_collectives(self) -> bool:
+        census = self.record.plan.census if self.record.plan else {}
+        return any(kind.startswith("collective.") for kind in census)
 
     def _axis_sizes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         """Sizes of the named axes, those that weights fix included."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from math import prod
 
 import torch
 

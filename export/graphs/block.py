@@ -91,10 +91,29 @@ class Finish(nn.Module):
         self, hidden: torch.Tensor, mixed: torch.Tensor, modulation: torch.Tensor, modulation_index: torch.Tensor
     ) -> torch.Tensor:
         """Hidden [R, D] and mixed values [R, heads * head_dim] to hidden [R, D]."""
-        gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
-        hidden = GATED_RESIDUAL(hidden, self.attention(mixed), gate1, modulation_index)
+        hidden = self.attended(hidden, self.attention(mixed), modulation, modulation_index)
+        return self.fed(hidden, self.update(hidden, modulation, modulation_index), modulation, modulation_index)
+
+    def attended(
+        self, hidden: torch.Tensor, update: torch.Tensor, modulation: torch.Tensor, modulation_index: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden [R, D] with what attention adds to it, [R, D]."""
+        result: torch.Tensor = GATED_RESIDUAL(hidden, update, modulation.chunk(6, dim=-1)[2], modulation_index)
+        return result
+
+    def update(self, hidden: torch.Tensor, modulation: torch.Tensor, modulation_index: torch.Tensor) -> torch.Tensor:
+        """What the feed-forward adds to hidden [R, D]."""
+        shift2, scale2 = modulation.chunk(6, dim=-1)[3:5]
         x = MODULATED_RMS_NORM(hidden, self.norm2.weight, scale2, shift2, modulation_index, self.eps)
-        return GATED_RESIDUAL(hidden, self.feed_forward(x), gate2, modulation_index)
+        result: torch.Tensor = self.feed_forward(x)
+        return result
+
+    def fed(
+        self, hidden: torch.Tensor, update: torch.Tensor, modulation: torch.Tensor, modulation_index: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden [R, D] with what the feed-forward adds to it, [R, D]."""
+        result: torch.Tensor = GATED_RESIDUAL(hidden, update, modulation.chunk(6, dim=-1)[5], modulation_index)
+        return result
 
 
 class Block(nn.Module):

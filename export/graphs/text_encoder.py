@@ -17,6 +17,8 @@ from plugins.dimensions import TextEncoderDimensions
 if TYPE_CHECKING:
     from export.checkpoint import Checkpoint
 
+EMBEDDING, LAYER = "text_encoder.embedding", "text_encoder.layer"
+
 _MODEL = "model.language_model"
 
 
@@ -108,7 +110,7 @@ def graphs(checkpoint: Checkpoint, partition: str, compute: torch.dtype) -> tupl
 def _embedding(dimensions: TextEncoderDimensions, parameters: Mapping[str, Weight], compute: torch.dtype) -> Graph:
     table = parameters[f"{_MODEL}.embed_tokens.weight"]
     return Graph(
-        name="text_encoder.embedding",
+        name=EMBEDDING,
         module=lambda: Embedding(dimensions, table.dtype, compute),
         inputs=(TensorSpec("token_ids", torch.int64, (TEXT_ROWS,), below=dimensions.vocab),),
         outputs=(TensorSpec("hidden", compute, (TEXT_ROWS, dimensions.hidden)),),
@@ -122,7 +124,7 @@ def _layer(dimensions: TextEncoderDimensions, parameters: Mapping[str, Weight], 
     # Full width, so that positions of image tokens, which differ between the rotary sections, need no other graph.
     angles = (TEXT_ROWS, dimensions.head_dim)
     return Graph(
-        name="text_encoder.layer",
+        name=LAYER,
         module=lambda: DecoderLayer(dimensions, compute),
         inputs=(
             TensorSpec("hidden", compute, (TEXT_ROWS, dimensions.hidden)),

@@ -18,9 +18,10 @@ from export.graphs.block import Attend, AttendResult, Block, TileAttend
 from export.graphs.graph import Graph, TensorSpec
 from export.graphs.rows import LOCAL_ROWS, ROWS
 from plugins.block_attention import ROW_TILES, SKIPPED_TILES
+from plugins.exchanges import GROUP, SEQUENCE
 from plugins.ops.ulysses_all_to_all import GATED_HEADS, HEADS, PARTS
 from plugins.ops.ulysses_all_to_all import ROWS as BACK
-from plugins.ranks import GROUP, SEQUENCE, Loopback, handle_of
+from plugins.ranks import Loopback, handle_of
 
 
 class ShardError(ValueError):

@@ -20,6 +20,8 @@ from torch import nn
 
 from export.checkpoint.expressions import Stored, Weight
 from export.graphs.graph import Graph, TensorSpec
+from export.schemes import SchemeError
+from plugins.ranks import Loopback, handle_of
 
 
 class ShardError(ValueError):
@@ -65,6 +67,11 @@ def sharded(
     return replace(graph, module=module, inputs=inputs, outputs=outputs, weights=weights, **changes)
 
 
+def group_input(ranks: int) -> TensorSpec:
+    """The handle of the group that a graph's collectives exchange over; in trials, of one that they are identity in."""
+    return TensorSpec("group", torch.int64, (1,), trial=lambda sizes: torch.tensor([handle_of(Loopback(ranks))]))
+
+
 def divide_outputs(module: nn.Module, names: tuple[str, ...], ranks: int) -> None:
     """Has linear layers make one rank's channels."""
     for name in names:
@@ -83,7 +90,10 @@ def _like(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
     """A linear layer of another size, quantised as the given one is."""
     if isinstance(layer, nn.Linear):
         return nn.Linear(inputs, outputs, bias=False, dtype=layer.weight.dtype)
-    made: nn.Module = type(layer)(inputs, outputs)
+    try:
+        made: nn.Module = type(layer)(inputs, outputs)
+    except SchemeError as error:
+        raise ShardError(f"one rank's part of a layer: {error}; take fewer ranks") from error
     return made
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
 
 from export.graphs.graph import Graph, TensorSpec
-from export.graphs.text_encoder import DecoderLayer, Embedding
-from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, sharded
+from export.graphs.text_encoder import EMBEDDING, LAYER, DecoderLayer, Embedding
+from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, group_input, sharded
+from plugins.ops.all_reduce import OP as ALL_REDUCE
 
 _BY_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _BY_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
@@ -43,12 +43,50 @@ class FeedPart(nn.Module):
         return part.float()
 
 
-def shard_embedding(graph: Graph, ranks: int) -> Graph:
-    """The token table, each rank with some columns: its output is [L, text / ranks].
+class SummedLayer(nn.Module):
+    """A rank's part of a decoder layer, which takes the sums over the ranks of `group` itself."""
+
+    def __init__(self, layer: DecoderLayer, ranks: int) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        self.ranks = ranks
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+        """Hidden [L, text] to hidden [L, text], the same on all ranks."""
+        hidden = self._add(hidden, self.self_attn(self.input_layernorm(hidden), cos, sin), group)
+        return self._add(hidden, self.mlp(self.post_attention_layernorm(hidden)), group)
+
+    def _add(self, hidden: torch.Tensor, part: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+        return hidden + ALL_REDUCE(part.float(), group, self.ranks).to(hidden.dtype)
+
+
+def shard_text_encoder(graph: Graph, ranks: int, segmented: bool) -> tuple[Graph, ...]:
+    """One of the text encoder's graphs, quantised or not, for each of `ranks` ranks.
+
+    The embedding makes a rank's columns of the hidden rows. A layer is one graph, which sums over the ranks itself;
+    `segmented`, it is two, `text_encoder.layer.attend` and `text_encoder.layer.feed`: each makes a rank's `part` of
+    what is added to the hidden rows, float32, and the caller sums.
 
     Raises:
-        ShardError: the ranks do not divide the width.
+        ShardError: the ranks do not divide its columns, heads or inner channels.
     """
+    if graph.name == EMBEDDING:
+        return (_embedding(graph, ranks),)
+    _check(graph, ranks)
+    hidden, cos, sin = graph.inputs
+    outputs = (TensorSpec("part", torch.float32, hidden.shape),)
+
+    def segment(name: str, kind: Callable[[DecoderLayer], nn.Module], *inputs: TensorSpec) -> Graph:
+        return sharded(graph, lambda: kind(_local(graph, ranks)), ranks, {}, inputs, outputs, name=f"{LAYER}.{name}")
+
+    if segmented:
+        return segment("attend", AttendPart, hidden, cos, sin), segment("feed", FeedPart, hidden)
+    inputs = (*graph.inputs, group_input(ranks))
+    return (sharded(graph, lambda: SummedLayer(_local(graph, ranks), ranks), ranks, {}, inputs, graph.outputs),)
+
+
+def _embedding(graph: Graph, ranks: int) -> Graph:
     (hidden,) = graph.outputs
     rows, width = hidden.shape
     assert isinstance(width, int)
@@ -63,26 +101,6 @@ def shard_embedding(graph: Graph, ranks: int) -> Graph:
 
     outputs = (replace(hidden, shape=(rows, width // ranks)),)
     return sharded(graph, module, ranks, {}, graph.inputs, outputs)
-
-
-def shard_layer(graph: Graph, ranks: int) -> tuple[Graph, Graph]:
-    """A decoder layer, quantised or not, as `text_encoder.layer.attend` and `text_encoder.layer.feed`.
-
-    Each makes a rank's `part` of what is added to its hidden rows, float32: the sum over the ranks, which the caller
-    takes.
-
-    Raises:
-        ShardError: the ranks do not divide its heads and inner channels.
-    """
-    _check(graph, ranks)
-    hidden, cos, sin = graph.inputs
-    outputs = (TensorSpec("part", torch.float32, hidden.shape),)
-
-    def segment(name: str, kind: Callable[[DecoderLayer], nn.Module], *inputs: TensorSpec) -> Graph:
-        name = f"{graph.name}.{name}"
-        return sharded(graph, lambda: kind(_local(graph, ranks)), ranks, {}, inputs, outputs, name=name)
-
-    return segment("attend", AttendPart, hidden, cos, sin), segment("feed", FeedPart, hidden)
 
 
 def _check(graph: Graph, ranks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from plugins.exchanges import ALL_REDUCE
 from plugins.op import Op
 from plugins.ops.dist_collective import FUNCTION, collective
 from plugins.ranks import group_of_ranks
@@ -28,4 +29,11 @@ def fake(x: torch.Tensor, group: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-OP = Op("all_reduce", reference, fake, collective("all_reduce", "x", "result", "sum"), calls=(FUNCTION,))
+OP = Op(
+    ALL_REDUCE,
+    reference,
+    fake,
+    collective("all_reduce", "x", "result", "sum"),
+    plugin_shapes=lambda inputs, _: [list(inputs[0])],
+    calls=(FUNCTION,),
+)

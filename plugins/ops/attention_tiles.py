@@ -8,7 +8,7 @@ skipped or not, and every decision can be made from the tiles' maxima.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def fake(query: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tens
     return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.int64)
 
 
-def result_shapes(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def result_shapes(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Sizes of an attention's result and of its counts, from those of its inputs [B, H, S, d]."""
     sizes = list(inputs[0])
     return sizes, sizes[:2]

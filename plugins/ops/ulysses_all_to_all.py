@@ -6,10 +6,12 @@ layout that attention reads. `plugins.ranks.Group` does the exchange; which way 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from plugins.exchanges import TO_HEADS, TO_HEADS_GATED, TO_ROWS
 from plugins.op import Op
 from plugins.ops.dist_collective import FUNCTION, collective
 from plugins.ranks import Group, group_of_ranks
@@ -172,24 +174,44 @@ _ROWS_BODY = f"""
 
 PARTS = ("query", "key", "value")
 
+
+def _heads_shapes(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> list[list[Any]]:
+    """[S, H / ranks, d] each; H and d are numbers when a plan is built."""
+    *parts, sequence = inputs
+    return [[sequence[0], _known(part[1]) // attributes["ranks"], part[2]] for part in parts]
+
+
+def _rows_shapes(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> list[list[Any]]:
+    """[n, H, d]."""
+    mixed, local = inputs
+    return [[local[0], _known(mixed[1]) * attributes["ranks"], mixed[2]]]
+
+
+def _known(size: Any) -> int:
+    """TensorRT's expression of a size that is fixed, as a number."""
+    return int(size.get_constant_value())
+
+
 HEADS = Op(
-    "ulysses_all_to_all",
+    TO_HEADS,
     to_heads,
     fake_heads,
     _heads_body(PARTS),
     results=tuple(f"my_{part}" for part in PARTS),
     result_types=("T_query",) * 3,
+    plugin_shapes=_heads_shapes,
     calls=(FUNCTION,),
 )
 
 GATED_HEADS = Op(
-    "ulysses_all_to_all_gated",
+    TO_HEADS_GATED,
     to_heads_gated,
     fake_heads_gated,
     _heads_body((*PARTS, "gate")),
     results=tuple(f"my_{part}" for part in (*PARTS, "gate")),
     result_types=("T_query",) * 4,
+    plugin_shapes=_heads_shapes,
     calls=(FUNCTION,),
 )
 
-ROWS = Op("ulysses_all_to_all_back", to_rows, fake_rows, _ROWS_BODY, calls=(FUNCTION,))
+ROWS = Op(TO_ROWS, to_rows, fake_rows, _ROWS_BODY, plugin_shapes=_rows_shapes, calls=(FUNCTION,))

@@ -187,5 +187,5 @@ OP = Op(
     fake,
     BODY,
     fast=(Fast("cuda", sparse), Fast("cpu", reference)),
-    plugin_shapes=lambda inputs: [list(inputs[0])],
+    plugin_shapes=lambda inputs, _: [list(inputs[0])],
 )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engines import build as building
-from engines.profile import Partition, Profile
 from export.graphs.graph import Graph
 from tests.engines import small_checkpoint
 from tests.engines.workshop import Workshop, write_profile
@@ -22,7 +20,7 @@ def use_small_graphs(patch: pytest.MonkeyPatch) -> None:
     use_graphs(patch, small_checkpoint.graphs)
 
 
-def use_graphs(patch: pytest.MonkeyPatch, graphs: Callable[[Any, Profile, Partition, Path], tuple[Graph, ...]]) -> None:
+def use_graphs(patch: pytest.MonkeyPatch, graphs: Callable[..., tuple[Graph, ...]]) -> None:
     """Makes the build see these graphs instead of the profile's; none of their weights is quantised."""
     patch.setattr(building, "profile_graphs", graphs)
     patch.setattr(building, "declared_graphs", lambda *arguments: graphs(*arguments, Path()))

@@ -77,6 +77,11 @@ class Context:
         self.memory = 0
         self.calls: list[str] = []
         self.runs: list[dict[str, Any]] = []
+        self.communicators: list[object] = []
+
+    def set_communicator(self, communicator: object) -> bool:
+        self.communicators.append(communicator)
+        return True
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         assert stream == STREAM
@@ -169,6 +174,7 @@ class Bindings:
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
+        self.registry = object()
         self.validity: tuple[str, int] = ("VALID", 0)
         self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="USER_MANAGED")
         self.EngineValidity = SimpleNamespace(INVALID="INVALID")
@@ -183,6 +189,9 @@ class Bindings:
         class Runtime:
             def __init__(self, logger: Any) -> None:
                 self.logger = logger
+
+            def get_plugin_registry(self) -> object:
+                return bindings.registry
 
             def get_engine_validity(self, plan: bytes) -> tuple[str, int]:
                 return bindings.validity

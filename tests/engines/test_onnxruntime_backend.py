@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper
 
 from engines.backends.onnxruntime import LoweringError, check, lower
+from export.emit import attach_functions
 from plugins.ops import attention
 
 HEADS, SIZE = 8, 128
@@ -44,6 +45,21 @@ def test_lowered_attention_equals_float64_attention(rows: int) -> None:
     found = run(lower(attention_model("rows")), query, key, value)
     # float32 sums of 128 products and of up to 1,025 weighted rows, on values of order 1.
     assert (found.double() - wanted).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_exchange_between_ranks_is_refused_and_one_of_a_single_rank_is_identity(ranks: int) -> None:
+    node = helper.make_node("all_reduce", ["x", "group"], ["y"], "node_sum", domain="h3", ranks=ranks)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows"]) for name in "xy")
+    group = helper.make_tensor_value_info("group", TensorProto.INT64, [1])
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid("h3", 1)]
+    model = helper.make_model(helper.make_graph([node], "layer", [x, group], [y]), opset_imports=imports, ir_version=10)
+    attach_functions(model)
+    if ranks == 1:
+        assert check(lower(model), model) == {"ai.onnx::Identity": 1}
+        return
+    with pytest.raises(LoweringError, match=r"graph layer: exchanges between ranks at node_sum: .* must be cut there"):
+        check(lower(model), model)
 
 
 def test_the_engine_has_only_operators_that_onnx_runtime_has() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,13 @@ def test_a_mistake_is_named_by_file_key_value_and_rule(tmp_path: Path, old: str,
     with pytest.raises(ProfileError) as refused:
         Profile.load(file)
     assert f"{file}: {message}" in str(refused.value)
+
+
+def test_weights_inside_engines_are_not_divided_among_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text((PROFILES / "h200x2.toml").read_text().replace('weights = "bound"', 'weights = "baked"'))
+    with pytest.raises(ProfileError, match=r"weights = 'baked': must be 'bound' with ranks\.text_encoder = 2: each"):
+        Profile.load(file)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +222,24 @@ def test_only_back_ends_with_kernels_or_plugins_attend_otherwise_than_densely(
     file.write_text((PROFILES / "rtx5090.toml").read_text().replace(*lines))
     with pytest.raises(ProfileError, match="'tensorrt_rtx' has no plugins, and so no kernels for it"):
         Profile.load(file)
+
+
+def test_ranks_have_ranges_of_rows_that_fill_them() -> None:
+    """Whatever sequence is within a range has ranks' rows within the same range of theirs."""
+    profile = Profile.load("h200x2")
+    odd = profile.model_copy(update={"shapes": {**profile.shapes, "rows": (100, 128, 40_961)}})
+    for each in (profile, odd):
+        ends = each.axis_ends
+        assert ends["rows"] == tuple(2 * end for end in ends["local_rows"])
+        assert all(end % 64 == 0 for end in ends["local_rows"])
+        for rows in (1, 100, 101, 128, 129, 40_960):
+            range_of = bisect_left(ends["rows"], rows)
+            assert bisect_left(ends["local_rows"], each.local_rows(rows)) == range_of
+    assert odd.axis_ends["local_rows"] == (64, 20_544)
+    assert profile.axis_ends["text_rows"] == profile.shapes["text_rows"]
+
+
+def test_one_rank_has_the_ranges_of_the_sequence() -> None:
+    profile = Profile.load("h200")
+    assert profile.axis_ends["rows"] == profile.shapes["rows"]
+    assert "local_rows" not in profile.axis_ends

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ from engines.store import (
     TensorRecord,
     WeightFile,
 )
+from plugins.op import Op
+from plugins.ranks import Group, Loopback, ProcessGroup, handle_of
+from plugins.tensorrt_plugin import Exchange
 from tests.engines.fake_tensorrt import Bindings, HostGpu
 
 LAYERS = 5
@@ -54,6 +59,8 @@ class Shop:
     bindings: Bindings
     gpu: HostGpu
     census: dict[str, int] = field(default_factory=dict)
+    layers: dict[str, int] = field(default_factory=dict)
+    """The plans' census."""
 
     def store(self, denoiser: str | int = "resident", weights: str = "bound", **plans: dict[str, Any]) -> EngineStore:
         """Scales lie one after another in the weight file, behind an odd byte."""
@@ -97,7 +104,7 @@ class Shop:
             weights=(TensorRecord(name="scale", dtype="float32", shape=(1,)),),
             axes={"rows": AxisRecord(minimum=1, maximum=100, multiple=1)},
             census=self.census,
-            plan=PlanRecord.model_construct(capabilities=("8.9",), profiles=ranges),
+            plan=PlanRecord.model_construct(capabilities=("8.9",), profiles=ranges, census=self.layers),
         )
 
     def _file(self, name: str, content: dict[str, Any]) -> FileRecord:
@@ -171,6 +178,62 @@ def test_plugins_are_registered_before_plans_that_have_them_are_opened(
     shop.census.update({"h3::sage_attention": 1, "h3::swiglu": 2, "::MatMul": 4})
     TensorRTEngines(Opening(shop.store(), tuple(SCALES), ("fl2va",)), shop.bindings.flavour(flavour), shop.gpu)
     assert registered == expected
+
+
+def run_in(engines: TensorRTEngines, group: Group) -> None:
+    inputs = {"hidden": torch.arange(1.0, 4.0), "group": torch.tensor([handle_of(group)])}
+    found = engines.run("block", inputs, 1, "fl2va", {})["out"]
+    assert torch.equal(found, inputs["hidden"] * SCALES["block"][1])
+
+
+def test_plugins_of_a_plan_exchange_over_the_group_of_its_run(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handle is no tensor of the plan. While it is opened, and no longer, its plugins can be made."""
+    opened: list[Exchange] = []
+    inside: list[bool] = []
+
+    @contextmanager
+    def exchanging(module: object, registry: object, ops: list[Op], exchange: Exchange) -> Iterator[None]:
+        assert registry is shop.bindings.registry
+        assert [op.name for op in ops] == ["ulysses_all_to_all"]
+        opened.append(exchange)
+        before = len(shop.bindings.engines)
+        yield
+        inside.append(len(shop.bindings.engines) == before + 1)
+
+    monkeypatch.setattr("engines.sessions.tensorrt.exchanging", exchanging)
+    shop.census["h3::ulysses_all_to_all"] = 1
+    engines = TensorRTEngines(
+        Opening(shop.store(), ("block",), ("fl2va",)), shop.bindings.flavour("tensorrt"), shop.gpu
+    )
+    assert inside == [True]
+    for group in (Loopback(2), Loopback(2)):
+        run_in(engines, group)
+        assert [exchange.group for exchange in opened] == [group]
+
+
+class Nccl(ProcessGroup):
+    """A group of one rank, whose communicator is a piece of memory."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.memory = ctypes.create_string_buffer(8)
+
+    def communicator(self) -> int:
+        return ctypes.addressof(self.memory)
+
+
+def test_collectives_of_a_plan_are_given_the_communicator_of_the_group_once(shop: Shop) -> None:
+    shop.layers["collective.all_to_all"] = 4
+    engines = shop.open(shop.store())
+    group = Nccl()
+    for _ in range(2):
+        run_in(engines, group)
+    (communicator,) = shop.bindings.engines[0].contexts[0].communicators
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    assert address(communicator, None) == group.communicator()
+    with pytest.raises(EngineInputError, match=r"graph block: .* TensorRT's own collectives.* found Loopback"):
+        run_in(engines, Loopback())
 
 
 def test_one_plan_and_one_context_serve_all_instances(shop: Shop) -> None:

@@ -82,14 +82,14 @@ class DenoiserCheckpoint:
         return self.qkv
 
 
-def small_denoiser(seed: int, dtype: torch.dtype, gated: bool = False) -> MiniMaxH3Transformer3DModel:
+def small_denoiser(seed: int, dtype: torch.dtype, gated: bool = False, **sizes: int) -> MiniMaxH3Transformer3DModel:
     """Random weights, none of them trivial; `dtype` is that of all but the parts that are always float32.
 
     They are rounded to bfloat16 in any case, so that both dtypes hold the same values. `gated`: its blocks have the
-    gates of attention to video tiles, which diffusers' own processor does not use.
+    gates of attention to video tiles, which diffusers' own processor does not use. `sizes`: others than CONFIG's.
     """
     torch.manual_seed(seed)
-    model = MiniMaxH3Transformer3DModel(**CONFIG).eval().requires_grad_(False)
+    model = MiniMaxH3Transformer3DModel(**CONFIG | sizes).eval().requires_grad_(False)
     for layer in model.transformer_blocks if gated else ():
         gate = torch.nn.Linear(model.config.hidden_size, layer.attn.inner_dim, bias=False)
         layer.attn.to_gate_compress = gate.requires_grad_(False)

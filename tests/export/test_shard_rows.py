@@ -72,7 +72,7 @@ def test_ranks_together_are_the_whole_block_that_attends_to_tiles(gated_block: G
     _check(gated_block, {"rows": 50, "tiles": 6}, {})
 
 
-def _check(graph: Graph, sizes: Mapping[str, int], given: Mapping[str, torch.Tensor]) -> None:
+def _check(graph: Graph, sizes: Mapping[str, int], given: dict[str, torch.Tensor]) -> None:
     sharded = shard_rows(graph, RANKS, HEADS)
     assert sharded.weights is graph.weights
     generator = torch.Generator().manual_seed(7)

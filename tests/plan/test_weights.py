@@ -11,7 +11,7 @@ import torch
 
 from engines.graphs import profile_graphs
 from engines.plan.weights import Model, graph_weights
-from engines.profile import Profile
+from engines.profile import PROFILES, Profile
 from export.binding import bind
 from export.checkpoint import Checkpoint, CheckpointError
 from export.checkpoint.outline import Outline
@@ -19,7 +19,7 @@ from export.miniature import write_miniature, write_sparse_released
 from export.miniature.write import LayoutName
 
 
-def _bound(root: Path, profile: str) -> dict[str, tuple[int, ...]]:
+def _bound(root: Path, profile: str | Path) -> dict[str, tuple[int, ...]]:
     """Bytes of the stored tensors that each instance of each graph binds, of quantised ones in a file to be written."""
     graphs = profile_graphs(Checkpoint.open(root), Profile.load(profile), "fl2va", root / "weights")
     bindings = {graph.name: bind(graph) for graph in graphs}
@@ -38,8 +38,26 @@ def test_bytes_are_those_of_the_graphs_bindings(
         write_miniature(tmp_path / "c", layout, 0)
     else:
         write_sparse_released(tmp_path / "c", layout)
-    planned = {n: w.nbytes("bfloat16") for n, w in graph_weights(Outline.read(tmp_path / "c")).items()}
+    ranks = Profile.load("h200x2").ranks.text_encoder
+    planned = {n: w.nbytes("bfloat16", ranks) for n, w in graph_weights(Outline.read(tmp_path / "c")).items()}
     assert planned == _bound(tmp_path / "c", "h200x2")
+
+
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "fp8"])
+def test_bytes_of_the_text_encoder_s_ranks_are_those_of_their_bindings(
+    tmp_path: Path, arithmetic: Literal["bfloat16", "fp8"]
+) -> None:
+    write_sparse_released(tmp_path / "c", "native")
+    profile = (PROFILES / "h200x8.toml").read_text()
+    text_encoder = 'text_encoder = "bfloat16"'
+    assert text_encoder in profile
+    (tmp_path / "mine.toml").write_text(profile.replace(text_encoder, f'text_encoder = "{arithmetic}"'))
+    ranks = Profile.load(tmp_path / "mine.toml").ranks.text_encoder
+    assert ranks == 8
+    bound, planned = _bound(tmp_path / "c", tmp_path / "mine.toml"), graph_weights(Outline.read(tmp_path / "c"))
+    for name in ("text_encoder.embedding", "text_encoder.layer"):
+        assert bound[name] == planned[name].nbytes(arithmetic, ranks)
+        assert 7.9 < planned[name].nbytes(arithmetic)[0] / bound[name][0] <= 8
 
 
 @pytest.mark.parametrize("layout", ["native", "diffusers"])

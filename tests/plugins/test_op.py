@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plugins.op import Fast, Op
-from plugins.ops import attention, fp8_linear, swiglu
+from plugins.ops import all_reduce, attention, fp8_linear, swiglu
 from plugins.registry import REGISTRY
 from plugins.translation import translation_table
 
@@ -92,6 +92,7 @@ def test_a_compiler_looks_into_what_is_plain_and_calls_what_is_not() -> None:
     assert fp8_linear.OP.plain_implementation("cpu") is fp8_linear.reference
     assert swiglu.OP.implementation("cuda", (9, 0)) is swiglu.kernel
     assert swiglu.OP.plain_implementation("cuda", (9, 0)) is swiglu.reference
+    assert all_reduce.OP.plain_implementation("cpu") is None
 
 
 def test_first_fitting_implementation_runs() -> None:

@@ -15,14 +15,16 @@ from engines.backends.tensorrt.builder import register_plugins
 from engines.backends.tensorrt.lowering import PLUGIN_VERSION, PLUGINS
 from engines.backends.tensorrt.request import Expected, PlanError, PlanRequest
 from engines.tensorrt import Flavour
+from plugins.exchanges import OPERATORS
 from plugins.op import DOMAIN, Op
-from plugins.registry import REGISTRY
-from plugins.tensorrt_plugin import VERSION, PluginError, creator, register, run
+from plugins.ranks import Loopback, handle_of
+from plugins.registry import REGISTRY, find
+from plugins.tensorrt_plugin import VERSION, Exchange, PluginError, creator, exchanging, register, run
 
 WITH_PLUGINS = [op for op in REGISTRY if op.plugin_shapes is not None]
 EACH = pytest.mark.parametrize("op", WITH_PLUGINS, ids=lambda op: op.name)
 
-NUMBERS = {"scale": 0.125, "query_block": 1, "key_block": 16, "query_tile": 64, "key_tile": 128}
+NUMBERS = {"ranks": 2, "scale": 0.125, "query_block": 1, "key_block": 16, "query_tile": 64, "key_tile": 128}
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def registered() -> Any:
         registry.deregister_creator(one)
 
 
-def make(registry: Any, op: Op, leave_out: str | None = None) -> Any:
+def make(registry: Any, op: Op, leave_out: str | None = None, phase: Any = trt.TensorRTPhase.BUILD) -> Any:
     kinds = {int: (np.int64, trt.PluginFieldType.INT64), float: (np.float32, trt.PluginFieldType.FLOAT32)}
     fields = [
         trt.PluginField(name, np.array([NUMBERS[name]], kinds[kind][0]), kinds[kind][1])
@@ -44,7 +46,7 @@ def make(registry: Any, op: Op, leave_out: str | None = None) -> Any:
         if name != leave_out
     ]
     made = registry.get_creator(op.name, "1", "h3")
-    return made.create_plugin(op.name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
+    return made.create_plugin(op.name, trt.PluginFieldCollection(fields), phase)
 
 
 def test_builds_lower_to_plugins_what_is_one() -> None:
@@ -73,7 +75,7 @@ def test_plugin_keeps_its_attributes_through_clone_and_serialisation(op: Op, reg
     saved = {field.name: np.asarray(field.data).item() for field in plugin.get_fields_to_serialize()}
     assert saved == {name: NUMBERS[name] for name in op.attributes}
     again = registered.get_creator(op.name, "1", "h3").create_plugin(
-        op.name, plugin.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME
+        op.name, plugin.get_fields_to_serialize(), trt.TensorRTPhase.BUILD
     )
     assert again.attributes == plugin.attributes
 
@@ -81,11 +83,11 @@ def test_plugin_keeps_its_attributes_through_clone_and_serialisation(op: Op, reg
 @EACH
 def test_types_are_those_of_the_op(op: Op, registered: Any) -> None:
     plugin = make(registered, op)
-    integers = ("valid_rows", "tile_rows", "row_tiles", "tile_counts", "skipped")
+    integers = ("valid_rows", "tile_rows", "row_tiles", "tile_counts", "skipped", "sequence")
     types = {"threshold": trt.DataType.FLOAT, **dict.fromkeys(integers, trt.DataType.INT64)}
-    wanted = [types.get(name, trt.DataType.BF16) for name in (*op.inputs, *op.results)]
+    wanted = [types.get(name, trt.DataType.BF16) for name in (*op.tensors, *op.results)]
     described = [described_as(kind) for kind in wanted]
-    inputs = len(op.inputs)
+    inputs = len(op.tensors)
     assert all(plugin.supports_format_combination(i, described, inputs) for i in range(len(wanted)))
     assert plugin.get_output_data_types(wanted[:inputs]) == wanted[inputs:]
     described[1] = described_as(trt.DataType.FLOAT)
@@ -97,6 +99,64 @@ def test_types_are_those_of_the_op(op: Op, registered: Any) -> None:
 
 def described_as(kind: Any, form: str = "LINEAR") -> SimpleNamespace:
     return SimpleNamespace(desc=SimpleNamespace(type=kind, format=SimpleNamespace(name=form)))
+
+
+EXCHANGING = pytest.mark.parametrize("op", [op for op in WITH_PLUGINS if op.exchanges], ids=lambda op: op.name)
+
+
+def test_all_ops_that_exchange_between_ranks_have_plugins() -> None:
+    assert {op.name for op in REGISTRY if op.exchanges} <= {op.name for op in WITH_PLUGINS}
+    assert {op.name for op in REGISTRY if op.exchanges} == set(OPERATORS)
+
+
+@EXCHANGING
+def test_a_plan_that_is_opened_exchanges_over_what_its_opener_gives(op: Op) -> None:
+    """Two plans, one process: each has its own; and clones, and what a context attaches, have the plan's."""
+    registry = trt.get_plugin_registry()
+    exchanges = Exchange(), Exchange()
+    plugins = []
+    for exchange in exchanges:
+        with exchanging(trt, registry, [op], exchange):
+            plugins.append(make(registry, op, phase=trt.TensorRTPhase.RUNTIME))
+        assert registry.get_creator(op.name, VERSION, DOMAIN) is None
+    for plugin, exchange in zip(plugins, exchanges, strict=True):
+        assert plugin.clone().exchange is plugin.attach_to_context(None).exchange is exchange
+    with pytest.raises(PluginError, match=f"plugin {op.name}: is run before the group is known"):
+        plugins[0].enqueue([], [], [], [], 0, 0)
+
+
+@EXCHANGING
+def test_a_plan_is_not_opened_without_ranks_to_exchange_with(op: Op, registered: Any) -> None:
+    with pytest.raises(PluginError, match=f"plugin {op.name}: exchanges between ranks, and is given none"):
+        make(registered, op, phase=trt.TensorRTPhase.RUNTIME)
+
+
+@EXCHANGING
+def test_a_plan_that_is_built_sends_to_itself(op: Op, registered: Any) -> None:
+    group = make(registered, op).exchange.group
+    assert isinstance(group, Loopback)
+    assert group.size == NUMBERS["ranks"]
+
+
+class Size:
+    """TensorRT's expression of a size: a number, or the name of what is known later."""
+
+    def __init__(self, value: int | str) -> None:
+        self.value = value
+
+    def get_constant_value(self) -> int:
+        assert isinstance(self.value, int)
+        return self.value
+
+
+def test_exchanges_turn_rows_into_heads_and_heads_into_rows() -> None:
+    heads, rows = find("ulysses_all_to_all"), find("ulysses_all_to_all_back")
+    assert heads.plugin_shapes is not None
+    assert rows.plugin_shapes is not None
+    local, whole, width = Size("n"), Size("S"), Size(128)
+    part = [local, Size(56), width]
+    assert heads.plugin_shapes([part, part, part, [whole]], {"ranks": 4}) == [[whole, 14, width]] * 3
+    assert rows.plugin_shapes([[whole, Size(14), width], part], {"ranks": 4}) == [[local, 56, width]]
 
 
 def test_missing_attribute_is_named(registered: Any) -> None:
@@ -153,17 +213,23 @@ def test_enqueue_on_a_gpu_is_the_torch_op(op: Op) -> None:
     given = {"valid_rows": torch.tensor([300], device="cuda"), "threshold": torch.zeros(1, device="cuda")}
     rows = torch.arange(320, device="cuda")
     given |= {"tile_rows": rows.view(5, 64), "row_tiles": rows // 64, "tile_counts": torch.tensor([1, 2]).cuda()}
-    heads = (torch.randn(1, 2, 320, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    inputs = [given[name] if name in given else next(heads) for name in op.inputs]
+    given |= {"x": torch.randn(320, 128, device="cuda"), "sequence": rows}
+    # Rows before heads for what exchanges; a group that sends to itself is as good as another here.
+    shape = (320, 2, 128) if op.exchanges else (1, 2, 320, 128)
+    heads = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    inputs = [given[name] if name in given else next(heads) for name in op.tensors]
     attributes = {name: NUMBERS[name] for name in op.attributes}
-    expected = op(*inputs, *attributes.values())
+    group = Loopback(2) if op.exchanges else None
+    handle = [torch.tensor([handle_of(group)])] if group else []
+    # An op takes the handle behind all tensors.
+    expected = op(*inputs, *handle, *attributes.values())
     expected = expected if isinstance(expected, tuple) else (expected,)
     outputs = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in expected]
     names = {torch.float32: "FLOAT", torch.bfloat16: "BF16", torch.int64: "INT64"}
     described = [SimpleNamespace(dims=x.shape, type=SimpleNamespace(name=names[x.dtype])) for x in (*inputs, *outputs)]
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    run(op, attributes, described, [x.data_ptr() for x in (*inputs, *outputs)], stream.cuda_stream)
+    run(op, attributes, described, [x.data_ptr() for x in (*inputs, *outputs)], stream.cuda_stream, group)
     stream.synchronize()
     for found, wanted in zip(outputs, expected, strict=True):
         assert torch.equal(found, wanted)

@@ -9,9 +9,13 @@ import pytest
 from engines.backends.tensorrt.process import build_plan
 from engines.backends.tensorrt.request import PlanResult
 from engines.profile import Arithmetic
+from export.emit import emit
 from export.emitted import Emitted
+from export.passes.shard_rows import shard_rows
 from tests.tensorrt.conftest import PROFILE, Graphs
 from tests.tensorrt.requests import emitted_request
+
+MINIATURE_HEADS = 8
 
 ROWS = 110_592
 """Packed rows of the largest request that the profiles allow."""
@@ -83,6 +87,23 @@ def test_graphs_of_the_released_dimensions_become_plans_for_all_rows(
     if name == "block":
         # The largest tensor alone is fc1's output of two bytes a value: what splitting the rows is for.
         assert result.activation_bytes > ROWS * 2 * 14_336 * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block_of_one_rank_becomes_a_plan_with_two_exchanges(miniature: Graphs, tmp_path: Path, ranks: int) -> None:
+    """By TensorRT's own collective, in every profile; local rows go with the rows of the sequence."""
+    whole = miniature("bfloat16", "block")
+    emitted = emit(shard_rows(whole.graph, ranks, MINIATURE_HEADS))
+    profile = PROFILE.model_copy(update={"ranks": PROFILE.ranks.model_copy(update={"ulysses": ranks})})
+    request = emitted_request(emitted, tmp_path, profile.axis_ends)
+    assert [r["local_rows"].maximum * ranks for r in request.profiles] == [r["rows"].maximum for r in request.profiles]
+    result = build_plan(request, tmp_path / "plan")
+    # Of the sequence the size alone is read.
+    assert all("sequence is unused or used only at compile-time" in warning for warning in result.warnings)
+    times = len(request.profiles)
+    assert times == len(PROFILE.shapes["rows"]) > 1
+    assert result.census["collective.all_to_all"] == 2 * times
+    assert result.census["attention.fused"] == times
 
 
 @pytest.mark.parametrize("arithmetic", ["bfloat16", "fp8"])

@@ -89,6 +89,32 @@ def test_an_attention_without_a_native_layer_stays_one_node_that_says_which_plug
     assert "sage_attention" not in {node.op_type for node in lower(sage_attention()).graph.node}
 
 
+def exchange() -> onnx.ModelProto:
+    """Rows exchanged for heads among two ranks, with its functions."""
+    part = "bfloat16[local_rows, 8, 128]"
+    heads = "bfloat16[rows, 4, 128]"
+    source = model(
+        f"g ({part} query, {part} key, {part} value, int64[rows] sequence, int64[1] group)"
+        f" => ({heads} a, {heads} b, {heads} c)"
+        " { [node_exchange] a, b, c = h3.ulysses_all_to_all <ranks: int = 2> (query, key, value, sequence, group) }"
+    )
+    attach_functions(source)
+    return source
+
+
+@pytest.mark.parametrize("plugins", [(), PLUGINS])
+def test_a_plan_takes_no_handle_of_a_group(plugins: tuple[str, ...]) -> None:
+    lowered = lower(exchange(), plugins)
+    names = ["query", "key", "value", "sequence"]
+    assert [value.name for value in lowered.graph.input] == names
+    assert all("group" not in node.input for node in lowered.graph.node)
+    found = expected(exchange(), plugins)
+    assert found.plugins == (("ulysses_all_to_all",) if plugins else ())
+    assert len(found.collective_nodes) == (0 if plugins else 1)
+    if plugins:
+        assert list(lowered.graph.node[0].input) == names
+
+
 def test_lowering_leaves_native_operators_with_their_attributes_and_names_every_node_once() -> None:
     source = attention("bfloat16", 4, 64, decomposable=1)
     source.MergeFrom(onnx.ModelProto())

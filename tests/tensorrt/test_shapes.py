@@ -22,6 +22,22 @@ def test_the_axis_with_most_ranges_drives() -> None:
     )
 
 
+def test_an_axis_that_follows_the_driving_one_is_cut_as_it_is() -> None:
+    axes = {"local": Axis("local", 1, 262_144, follows="rows"), "rows": ROWS}
+    assert optimisation_profiles(axes, {"rows": (128, 1024), "local": (64, 512)}) == (
+        {name: AxisRange(minimum=1, optimum=end, maximum=end) for name, end in (("local", 64), ("rows", 128))},
+        {
+            "local": AxisRange(minimum=65, optimum=512, maximum=512),
+            "rows": AxisRange(minimum=129, optimum=1024, maximum=1024),
+        },
+    )
+
+
+def test_an_axis_that_follows_none_that_is_there_drives() -> None:
+    found = optimisation_profiles({"local": Axis("local", 1, 512, follows="rows")}, {"local": (64, 512)})
+    assert [each["local"].minimum for each in found] == [1, 65]
+
+
 def test_an_axis_that_the_profile_does_not_limit_has_all_its_sizes() -> None:
     assert optimisation_profiles({"f": Axis("f", 384, 3456)}, {}) == (
         {"f": AxisRange(minimum=384, optimum=3456, maximum=3456)},

@@ -53,6 +53,18 @@ def test_what_one_profile_lacks_is_told(lost: int, said: str) -> None:
     assert said in str(failed.value)
 
 
+def test_a_collective_too_many_is_told() -> None:
+    more = layer("swap_again", "comm_alltoall", "swap_again", "Float")
+    with pytest.raises(CensusError, match=r"collectives: expected 1, found swap_myl0_4.*; swap_again"):
+        check("g", (*ONE_PROFILE, more), WANTED, profiles=1)
+
+
+def test_a_plugin_is_not_taken_for_one_whose_name_begins_with_its() -> None:
+    wanted = WANTED.model_copy(update={"plugins": ("exchange", "exchange_back")})
+    plugins = (layer(f"node_{name}", "PluginV3", name, "Half") for name in ("exchange_1", "exchange_back"))
+    check("g", (*ONE_PROFILE[:4], *plugins), wanted, profiles=1)
+
+
 def test_a_product_of_which_a_part_runs_in_another_type_is_not_taken() -> None:
     part = layer("product_part_myl0_9", "gemm", "product", "BFloat16", "BFloat16")
     with pytest.raises(CensusError, match=r"product: expected FP8, found .*product_part_myl0_9 \(gemm.BFloat16"):

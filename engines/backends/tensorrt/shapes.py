@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from engines.store import AxisRange
@@ -18,19 +18,16 @@ def optimisation_profiles(
 
     `shapes[axis]` lists the upper ends of the ranges, ascending; an axis that it does not name has one range. Range k
     begins one legal size above the end of range k - 1, and its end is also what TensorRT optimises for. Ends are cut to
-    the axis' own sizes and to its multiple.
+    the axis' own sizes and to its multiple. An axis that follows it is cut into ranges as it is.
     """
     ends = {name: _ends(axis, shapes.get(name, (axis.maximum,))) for name, axis in axes.items()}
     if not axes:
         return ()
-    driving = max(axes, key=lambda name: len(ends[name]))
-    whole = {name: _range(axes[name], axes[name].minimum, ends[name][-1]) for name in axes}
-    profiles = []
-    start = axes[driving].minimum
-    for end in ends[driving]:
-        profiles.append({**whole, driving: _range(axes[driving], start, end)})
-        start = end + axes[driving].multiple
-    return tuple(profiles)
+    driving = max((name for name in axes if axes[name].follows not in axes), key=lambda name: len(ends[name]))
+    found = {name: [_range(axes[name].minimum, ends[name][-1])] * len(ends[driving]) for name in axes}
+    moving = [name for name in axes if driving in (name, axes[name].follows)]
+    found |= {name: _ranges(axes[name], ends[name]) for name in moving if len(ends[name]) == len(ends[driving])}
+    return tuple(dict(zip(found, each, strict=True)) for each in zip(*found.values(), strict=True))
 
 
 def _ends(axis: Axis, wanted: tuple[int, ...]) -> list[int]:
@@ -39,5 +36,11 @@ def _ends(axis: Axis, wanted: tuple[int, ...]) -> list[int]:
     return sorted({max(end, axis.minimum) for end in cut})
 
 
-def _range(axis: Axis, start: int, end: int) -> AxisRange:
+def _ranges(axis: Axis, ends: Sequence[int]) -> list[AxisRange]:
+    """From the smallest size, and from one legal size above each end, to the next end."""
+    starts = [axis.minimum, *(end + axis.multiple for end in ends[:-1])]
+    return [_range(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _range(start: int, end: int) -> AxisRange:
     return AxisRange(minimum=start, optimum=end, maximum=end)

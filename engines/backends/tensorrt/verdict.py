@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -37,6 +38,9 @@ def _complaints(layers: Iterable[Layer], expected: Expected, profiles: int) -> I
     for node, dtype in expected.matmul_nodes.items():
         if not _computes(by_origin[node], dtype, profiles):
             yield f"matrix product {node}: expected {dtype}{times}, found {_show(by_origin[node])}"
+    collectives = [layer for layer in layers if layer.is_collective]
+    if len(collectives) > profiles * len(expected.collective_nodes):
+        yield f"collectives: expected {len(expected.collective_nodes)}{times}, found {_show(collectives)}"
     for node in expected.collective_nodes:
         if sum(layer.is_collective for layer in by_origin[node]) != profiles:
             yield f"collective {node}: expected one{times}, found {_show(by_origin[node])}"
@@ -52,7 +56,8 @@ def _computes(layers: Iterable[Layer], dtype: str, profiles: int) -> bool:
 def _missing_plugins(layers: Iterable[Layer], expected: Expected, profiles: int) -> Iterator[str]:
     plugins = [layer for layer in layers if layer.is_plugin]
     for name, wanted in sorted(Counter(expected.plugins).items()):
-        found = [layer for layer in plugins if name in f"{layer.name} {layer.tactic}"]
+        # A name may be the beginning of another operator's; what an exporter puts behind it is a number.
+        found = [layer for layer in plugins if re.search(rf"{name}(?!_?[a-z])", f"{layer.name} {layer.tactic}")]
         if len(found) != wanted * profiles:
             yield f"plugin {name}: expected {wanted * profiles} layers, found {_show(found)}"
 
