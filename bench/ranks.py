@@ -23,6 +23,10 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 """Collectives without NVLink multicast, which needs more of a host than every one has."""
 
 
+PAUSE = 4_000_000
+"""Cycles of a GPU, some 2 ms."""
+
+
 class RanksError(RuntimeError):
     """Ranks did not come to an end; says which, and how."""
 
@@ -55,7 +59,8 @@ def meet(run: Callable[[], object]) -> float:
     meeting = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     dist.barrier()
-    # The barrier is the hosts'; this is the devices'.
+    # The hosts have met; their devices do so behind a pause, in which the hosts can queue all that is measured.
+    torch.cuda._sleep(PAUSE)
     dist.all_reduce(meeting)
     start.record()
     run()

@@ -66,16 +66,19 @@ class ProcessGroup:
 
     def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
         """All `rows` of this rank's heads, [rows, H / size, d] each."""
-        # To each rank: of each part, its heads of all rows here.
-        sent = torch.stack([part.unflatten(1, (self.size, -1)).movedim(1, 0) for part in parts], dim=1)
-        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, sent.contiguous(), group=self._group)
-        return tuple(part.flatten(0, 1)[:rows] for part in received.movedim(1, 0))
+        # Part by part: what comes of one is whole as it lies, where parts that came together would have to be copied.
+        return tuple(self._to_heads(part, rows) for part in parts)
+
+    def _to_heads(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        sent = part.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received.flatten(0, 1)[:rows]
 
     def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
         """This rank's rows of all heads, [local_rows, H, d]."""
         padding = part.new_zeros(local_rows * self.size - len(part), *part.shape[1:])
-        sent = torch.cat([part, padding])
+        sent = torch.cat([part, padding]) if len(padding) else part.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return received.unflatten(0, (self.size, -1)).movedim(0, 1).flatten(1, 2)

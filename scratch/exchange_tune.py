@@ -8,8 +8,8 @@ from plugins.kernels import symmetric_exchange as se
 
 ROWS, H, D = 58_816, 56, 128
 KB = 1 << 10
-VARIANTS = [(item, shared, far, near) for item, shared in ((8, 96), (16, 96), (32, 96), (16, 200), (32, 200), (57, 200))
-            for far, near in ((0.25, 0.25), (0.5, 0.25), (0.75, 0.25), (0.5, 0.5), (1.0, 0.5), (1.5, 0.5)) if shared == 96 or far + near <= 1]
+VARIANTS = [(32, 200, 0.5, 0.5), (57, 200, 0.5, 0.5), (57, 200, 0.75, 0.25), (57, 200, 0.625, 0.375), (32, 96, 0.5, 0.5), (32, 96, 1.0, 1.0),
+            (16, 96, 1.0, 1.0), (32, 96, 1.25, 0.75), (16, 96, 0.75, 0.5), (16, 64, 1.5, 1.5)]
 
 def settings(item, shared, far, near):
     se._ITEM, se._SHARED, se._FAR_BLOCKS, se._NEAR_BLOCKS = item * KB, shared * KB, far, near

@@ -1,19 +1,18 @@
 """Exchanges between GPUs of one host by writes into each other's memory: `exchange.cu` says how, here is what runs it.
 
-The memory is torch's symmetric memory; NVLink multicast is not used. A result lies in memory that peers write, so it
-lasts until the next exchange in the same direction.
+The memory is torch's symmetric memory; NVLink multicast is not used. Results lie in memory that peers write: each
+direction has two places in turns, so that a result may be held during the next exchange of its direction, not the one
+after, which is refused as long as anything shares that memory.
 
 Each exchange is a barrier, the kernel, and a barrier, all on torch's current stream; the host waits for nothing, and a
-CUDA graph can hold it. What the barriers are for:
+CUDA graph can hold it (a replay writes where the exchange was captured). What the barriers are for:
 
 - Behind the kernel: a rank that has passed it knows that every rank's writes have come, since each rank's kernel has
   ended before that rank arrives, and arriving releases and passing acquires at the system's scope.
-- In front of it: writes go into the memory that held the last result of this direction, which a slower peer may still
-  be reading. A rank arrives when all that was queued before is done, so behind this barrier nobody reads it any more.
-
-The directions have memory of their own: heads that came stay valid while rows go back. With the barrier in front one
-memory a direction is enough, whatever the order of exchanges; without it, two in turns would be safe only as long as
-every result is read before the next exchange begins, and graphs that hold a single exchange would break that.
+- In front of it: writes go where an earlier result was, which a slower peer may still be reading. A rank arrives when
+  all that was queued before is done, so behind this barrier nobody reads it any more. Turns alone would not do: they
+  are safe without this barrier only if a result is read before the next exchange begins, and if no graph that holds a
+  single exchange is replayed.
 """
 
 from __future__ import annotations
@@ -47,12 +46,15 @@ _RUNS = 64
 _MAX_PIECE = 8192
 """Bytes of a row that go together."""
 
-_ITEM = 16 << 10
-_SHARED = 96 << 10
+_ITEM = 32 << 10
+_SHARED = 200 << 10
 """Bytes of an item and of all stages; the rows of either make it less."""
 
-_FAR_BLOCKS, _NEAR_BLOCKS = 0.75, 0.25
+_FAR_BLOCKS, _NEAR_BLOCKS = 0.5, 0.5
 """Blocks for each of the GPU's processors: those that write to other ranks, and those that keep what stays."""
+
+_TURNS = 2
+"""Places that the results of one direction take in turns."""
 
 _ALIGNMENT = 2 << 20
 """Bytes that memory is allocated in multiples of, as the driver does anyway."""
@@ -95,10 +97,11 @@ class SymmetricGroup:
         self._heads, self._rows = (_Memory(group, device) for _ in range(2))
 
     def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
-        """All `rows` of this rank's heads, [rows, H / size, d] each, contiguous; until the next call.
+        """All `rows` of this rank's heads, [rows, H / size, d] each, contiguous; until the next call but one.
 
         Raises:
-            ExchangeError: results of the last call are still held, or a graph is captured and there is too little room.
+            ExchangeError: results of the last call but one are still held, or there is too little room while a graph
+                is captured.
         """
         local, heads, channels = _shape(parts[0], self.size)
         if not _in_vectors(parts[0]):
@@ -106,8 +109,8 @@ class SymmetricGroup:
         own = heads // self.size
         line = own * channels * parts[0].itemsize
         memory = self._heads.room(len(parts), rows * line)
-        runs = []
-        for part, memories in zip(map(_aligned, parts), memory, strict=True):
+        runs, sources = [], [_aligned(part) for part in parts]  # which live until the kernel is queued
+        for part, memories in zip(sources, memory, strict=True):
             row, head = part.stride(0) * part.itemsize, part.stride(1) * part.itemsize
             count = min(max(rows - self.rank * local, 0), local)
             for peer in self._peers():
@@ -117,11 +120,11 @@ class SymmetricGroup:
         return self._heads.results(len(parts), (rows, own, channels), parts[0].dtype)
 
     def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
-        """This rank's rows of all heads, [local_rows, H, d], contiguous; until the next call.
+        """This rank's rows of all heads, [local_rows, H, d], contiguous; until the next call but one.
 
         Raises:
-            ExchangeError: the result of the last call is still held, or a graph is captured and there is too little
-                room.
+            ExchangeError: the result of the last call but one is still held, or there is too little room while a graph
+                is captured.
         """
         rows, own, channels = part.shape
         if not _in_vectors(part):
@@ -223,29 +226,32 @@ class _Shape:
 
 
 class _Memory:
-    """What one direction's results lie in: an allocation for each part, which all ranks map."""
+    """What one direction's results lie in: in each turn an allocation for each part, which all ranks map."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._own: list[torch.Tensor] = []
-        self._handles: list[symmetric._SymmetricMemory] = []
+        self._turn = 0
+        self._own: list[list[torch.Tensor]] = [[] for _ in range(_TURNS)]
+        self._handles: list[list[symmetric._SymmetricMemory]] = [[] for _ in range(_TURNS)]
 
     def room(self, parts: int, nbytes: int) -> list[list[int]]:
-        """Addresses on every rank of that many bytes for each part."""
-        if len(self._own) < parts or len(self._own[0]) < nbytes:
-            self._grow(max(parts, len(self._own)), max(nbytes, *(len(own) for own in self._own), 1))
-        if any(_holders(own) > _FREE for own in self._own):
-            raise ExchangeError("results of the last exchange are still held, where this one's would come; copy them")
-        return [list(handle.buffer_ptrs) for handle in self._handles[:parts]]
+        """Addresses on every rank of that many bytes for each part, for the next turn."""
+        first = self._own[0]
+        if len(first) < parts or len(first[0]) < nbytes:
+            self._grow(max(parts, len(first)), max(nbytes, *(len(own) for own in first), 1))
+        self._turn = (self._turn + 1) % _TURNS
+        if any(_holders(own) > _FREE for own in self._own[self._turn][:parts]):
+            raise ExchangeError("results of the last exchange but one are still held, where this one's would come")
+        return [list(handle.buffer_ptrs) for handle in self._handles[self._turn][:parts]]
 
     def results(self, parts: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The parts, of one shape, where peers have written them."""
+        """The parts of this turn, of one shape, where peers have written them."""
         nbytes = math.prod(shape) * dtype.itemsize
-        return tuple(own[:nbytes].view(dtype).view(shape) for own in self._own[:parts])
+        return tuple(own[:nbytes].view(dtype).view(shape) for own in self._own[self._turn][:parts])
 
     def barrier(self) -> None:
         """On the current stream: nothing behind it begins on any rank before all that is in front has ended on all."""
-        self._handles[0].barrier()
+        self._handles[0][0].barrier()
 
     def _grow(self, parts: int, nbytes: int) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -254,15 +260,19 @@ class _Memory:
             )
         os.environ.update(_NO_MULTICAST)
         torch.cuda.synchronize(self._device)  # what was given back is written and read by nobody here
-        self._own, self._handles = [], []
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        for _ in range(parts):
-            own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
-            handle = symmetric.rendezvous(own, self._group)
-            if handle.buffer_ptrs[handle.rank] != own.data_ptr():
-                raise ExchangeError("torch's symmetric memory does not begin where its tensor does")
-            self._handles.append(handle)
-            self._own.append(own)
+        for turn in range(_TURNS):
+            self._own[turn], self._handles[turn] = [], []
+            for _ in range(parts):
+                self._allocate(turn, size)
+
+    def _allocate(self, turn: int, nbytes: int) -> None:
+        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
+        handle = symmetric.rendezvous(own, self._group)
+        if handle.buffer_ptrs[handle.rank] != own.data_ptr():
+            raise ExchangeError("torch's symmetric memory does not begin where its tensor does")
+        self._own[turn].append(own)
+        self._handles[turn].append(handle)
 
 
 def _shape(part: torch.Tensor, ranks: int) -> tuple[int, int, int]:
