@@ -12,6 +12,7 @@ from engines.profile import Arithmetic
 from export.emit import emit
 from export.emitted import Emitted
 from export.passes.shard_rows import shard_rows
+from export.passes.shard_text_encoder import shard_text_encoder
 from tests.tensorrt.conftest import PROFILE, Graphs
 from tests.tensorrt.requests import emitted_request
 
@@ -104,6 +105,14 @@ def test_a_block_of_one_rank_becomes_a_plan_with_two_exchanges(miniature: Graphs
     assert times == len(PROFILE.shapes["rows"]) > 1
     assert result.census["collective.all_to_all"] == 2 * times
     assert result.census["attention.fused"] == times
+
+
+def test_a_text_layer_of_one_rank_becomes_a_plan_with_two_sums(miniature: Graphs, tmp_path: Path) -> None:
+    (graph,) = shard_text_encoder(miniature("bfloat16", "text_encoder.layer").graph, 2, segmented=False)
+    request = emitted_request(emit(graph), tmp_path, PROFILE.shapes)
+    result = build_plan(request, tmp_path / "plan")
+    assert result.warnings == ()
+    assert result.census["collective.all_reduce"] == 2 * len(request.profiles)
 
 
 @pytest.mark.parametrize("arithmetic", ["bfloat16", "fp8"])
