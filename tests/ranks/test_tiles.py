@@ -29,8 +29,10 @@ DIMENSIONS = VideoVAEDimensions(latent_channels=24, latents_mean=(0.0,) * 24, la
 CANVASES = [(7, 256, 256), (12, 320, 256), (22, 272, 256), (12, 512, 320)]
 """Latent frames and pixels: of 1 tile, 4, 8 and 12."""
 EVERY = 4
-SMALL = {"width": 320, "height": 320, "aspect_ratio": "1:1", "duration": 4, "seed": 1}
-"""A request for 24 tiles."""
+SMALL = {"width": 256, "height": 256, "aspect_ratio": "1:1", "duration": 4, "seed": 1}
+"""A request for 6 tiles."""
+RANKS = Ranks(ulysses=2, text_encoder=2, video_tiles=2)
+"""Of a store that the other tests use too."""
 
 
 def latents_of(frames: int, height: int, width: int) -> torch.Tensor:
@@ -212,6 +214,6 @@ def clip(rank: int, size: int, store: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_clip_of_two_ranks_is_the_clip_of_one(store: Path, session_folder: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(clip, 2, tmp_path, str(ranked_store(store, session_folder, ulysses=1, text_encoder=1, video_tiles=2)))
+    first, second = run_ranks(clip, 2, tmp_path, str(ranked_store(store, session_folder, **dict(RANKS))))
     assert first["equal"]
     assert first["bytes"] > 0 == second["bytes"]
