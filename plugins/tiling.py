@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from plugins.dimensions import VideoVAEDimensions
 
+TILES_AHEAD = 4
+"""Decoded tiles, for each rank that shares them, that the first one holds at most: the others go on while it decodes
+the soundtrack or hands on a chunk's frames."""
+
 
 @dataclass(frozen=True)
 class Axis:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +17,12 @@ from runtime.tiling import Stitcher, fade_in
 
 DecodeTile = Callable[[torch.Tensor], torch.Tensor]
 """Normalised latents float32 [1, 24, 7, 16, 16] to ImageNet-normalised RGB float32 [1, 3, 28, 256, 256]."""
+
+DecodeNumber = Callable[[int], torch.Tensor]
+"""The frames that are used of a tile, float32 [3, 22, 256, 256], by its number in the order of chunks and places."""
+
+TileOrder = Callable[[int, DecodeNumber, Cancellation], Iterator[torch.Tensor]]
+"""Gives that many tiles in order, decoded here, on the device of the latents, or elsewhere. Raises Cancelled."""
 
 DecodeAudio = Callable[[torch.Tensor], torch.Tensor]
 """Normalised latents float32 [2, 32, A] to waveforms float32 [2, 1, 800 A]."""
@@ -55,6 +62,16 @@ class VideoPlan:
         height, width = latent_height * dimensions.spatial_ratio, latent_width * dimensions.spatial_ratio
         return cls(dimensions, tile_grid(height, width, dimensions), chunks)
 
+    @classmethod
+    def of_latents(cls, latents: torch.Tensor, dimensions: VideoVAEDimensions) -> VideoPlan:
+        """The plan of normalised latents; raises DecodeError too when they are not float32 [1, 24, T, h, w]."""
+        channels = dimensions.latent_channels
+        if latents.ndim != 5 or latents.shape[:2] != (1, channels) or latents.dtype != torch.float32:
+            raise DecodeError(
+                f"latents: {tuple(latents.shape)} {latents.dtype} is not float32 [1, {channels}, T, h, w]"
+            )
+        return cls.of(dimensions, *latents.shape[2:])
+
     @property
     def tiles(self) -> int:
         """Decoder calls of the whole video."""
@@ -65,13 +82,32 @@ class VideoPlan:
         """Frames of the whole video, 17 n + 5."""
         return self.chunks * self.dimensions.clip_frames + self.dimensions.frame_overlap
 
-    def cut(self, latents: torch.Tensor, chunk: int, row: int, column: int) -> torch.Tensor:
-        """The latents [1, 24, 7, 16, 16] of one tile of one chunk, contiguous."""
+    @property
+    def tile_shape(self) -> tuple[int, int, int, int]:
+        """Of what is used of a decoded tile: channels, frames (body and tail), rows and columns."""
+        side = self.dimensions.tile
+        return 3, self.dimensions.clip_frames + self.dimensions.frame_overlap, side, side
+
+    def cut(self, latents: torch.Tensor, number: int) -> torch.Tensor:
+        """The latents [1, 24, 7, 16, 16] of one tile, contiguous; tiles are numbered chunk by chunk, row by row."""
+        chunk, place = divmod(number, self.grid.count)
+        row, column = divmod(place, len(self.grid.columns.starts))
         ratio, start = self.dimensions.spatial_ratio, chunk * self.dimensions.clip_latents
         top, left = self.grid.rows.starts[row] // ratio, self.grid.columns.starts[column] // ratio
         side = self.dimensions.tile_latents
         frames = latents[:, :, start : start + self.dimensions.chunk_latents]
         return frames[..., top : top + side, left : left + side].contiguous()
+
+    def decode(self, latents: torch.Tensor, decode_tile: DecodeTile, number: int) -> torch.Tensor:
+        """What is used of one decoded tile, `tile_shape`, float32. Raises DecodeError when it is not finite."""
+        return _used_frames(decode_tile(self.cut(latents, number)), self)
+
+
+def in_turn(count: int, decode: DecodeNumber, cancellation: Cancellation) -> Iterator[torch.Tensor]:
+    """The `TileOrder` of a process that decodes alone: one tile after the other, each when it is asked for."""
+    for number in range(count):
+        cancellation.raise_if_cancelled(f"decoder tile {number + 1} of {count}")
+        yield decode(number)
 
 
 def decode_video(
@@ -98,12 +134,13 @@ def decode_planes(
     colour: Colour,
     report: Reporter,
     cancellation: Cancellation,
+    order: TileOrder = in_turn,
 ) -> Iterator[torch.Tensor]:
     """As `decode_video`, but yields what the encoder takes: uint8 planes [n, 3H/2, W], half the bytes of RGB.
 
     They are the planes of the frames that `decode_video` yields: see `to_i420`.
     """
-    for frames in decode_frames(latents, decode_tile, dimensions, report, cancellation):
+    for frames in decode_frames(latents, decode_tile, dimensions, report, cancellation, order):
         yield to_i420(to_levels(frames), colour)
 
 
@@ -113,23 +150,21 @@ def decode_frames(
     dimensions: VideoVAEDimensions,
     report: Reporter,
     cancellation: Cancellation,
+    order: TileOrder = in_turn,
 ) -> Iterator[torch.Tensor]:
     """As `decode_video`, but yields float32 [3, n, H, W] in the VAE's own colour space, before the conversion.
 
     What is yielded lives in a buffer that the next chunk overwrites. Matches diffusers' AutoencoderKLMiniMaxH3.decode.
     """
-    if latents.ndim != 5 or latents.shape[:2] != (1, dimensions.latent_channels) or latents.dtype != torch.float32:
-        raise DecodeError(
-            f"latents: {tuple(latents.shape)} {latents.dtype} is not float32 [1, {dimensions.latent_channels}, T, h, w]"
-        )
-    plan = VideoPlan.of(dimensions, *latents.shape[2:])
+    plan = VideoPlan.of_latents(latents, dimensions)
+    tiles = order(plan.tiles, partial(plan.decode, latents, decode_tile), cancellation)
     overlap, body = dimensions.frame_overlap, dimensions.clip_frames
     size = (plan.grid.rows.length, plan.grid.columns.length)
     canvas = torch.empty(3, body + overlap, *size, dtype=torch.float32, device=latents.device)
     tail = torch.empty(3, overlap, *size, dtype=torch.float32, device=latents.device)
     report("decode", 0, plan.tiles)
     for chunk in range(plan.chunks):
-        _decode_chunk(plan, chunk, latents, decode_tile, canvas, report, cancellation)
+        _stitch_chunk(plan, chunk, tiles, canvas, report)
         if chunk:
             fade_in(canvas[:, :body], tail, overlap, dim=-3)
         tail.copy_(canvas[:, body:])
@@ -165,26 +200,19 @@ def decode_audio(latents: torch.Tensor, decode: DecodeAudio, dimensions: AudioVA
     return waveform[:, 0].to(torch.float32)
 
 
-def _decode_chunk(
-    plan: VideoPlan,
-    chunk: int,
-    latents: torch.Tensor,
-    decode_tile: DecodeTile,
-    canvas: torch.Tensor,
-    report: Reporter,
-    cancellation: Cancellation,
+def _stitch_chunk(
+    plan: VideoPlan, chunk: int, tiles: Iterator[torch.Tensor], canvas: torch.Tensor, report: Reporter
 ) -> None:
-    """Decode one chunk's tiles and stitch the frames that are used, body then tail, into the canvas."""
+    """Stitch the frames that are used of one chunk's tiles, body then tail, into the canvas."""
     stitcher = Stitcher(plan.grid, canvas)
     for number, (row, column) in enumerate(plan.grid.places(), start=chunk * plan.grid.count + 1):
-        cancellation.raise_if_cancelled(f"decoder tile {number} of {plan.tiles}")
-        decoded = decode_tile(plan.cut(latents, chunk, row, column))
-        stitcher.place(row, column, _used_frames(decoded, plan.dimensions))
+        stitcher.place(row, column, next(tiles))
         report("decode", number, plan.tiles)
 
 
-def _used_frames(decoded: torch.Tensor, dimensions: VideoVAEDimensions) -> torch.Tensor:
-    """Body and tail [3, 22, 256, 256] of a decoded tile [1, 3, 28, 256, 256]; the pre-padded frames are dropped."""
+def _used_frames(decoded: torch.Tensor, plan: VideoPlan) -> torch.Tensor:
+    """Body and tail of a decoded tile [1, 3, 28, 256, 256]; the pre-padded frames are dropped."""
+    dimensions = plan.dimensions
     expected = (1, 3, dimensions.chunk_frames, dimensions.tile, dimensions.tile)
     if tuple(decoded.shape) != expected or not bool(torch.isfinite(decoded).all()):
         raise DecodeError(f"decoder tile: {tuple(decoded.shape)} is not {expected} and finite")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from engines.profile import ONE_RANK, Ranks
 from plugins.ranks import Group, ProcessGroup
 from runtime.events import Cancellation, Cancelled
+from runtime.tile_shares import TileGroup
 
 MOST_BYTES = 1 << 30
 """A message's size that is refused beyond: the largest request's rows take a tenth of it."""
@@ -90,7 +91,7 @@ class Peers:
     row_control: Channel | None = None
     tensors: Group | None = None
     tensor_control: Channel | None = None
-    tiles: Channel | None = None
+    tiles: TileGroup | None = None
 
     @classmethod
     def alone(cls) -> Peers:
@@ -118,7 +119,7 @@ class Peers:
             row_control=_first(ranks.ulysses, Channel),
             tensors=_first(ranks.text_encoder, group, backend),
             tensor_control=_first(ranks.text_encoder, Channel),
-            tiles=_first(ranks.video_tiles, Channel),
+            tiles=_tiles(ranks.video_tiles, backend),
         )
 
     @property
@@ -198,6 +199,17 @@ def _first(count: int, kind: Callable[[dist.ProcessGroup], _T], backend: str = G
         return None
     group = _new(count, backend)
     return kind(group) if dist.get_rank() < count else None
+
+
+def _tiles(count: int, backend: str) -> TileGroup | None:
+    """The first ranks as those that share tiles, which NCCL carries from GPU to GPU."""
+    control = _first(count, _itself)
+    data = None if backend == GLOO else _first(count, _itself, backend)
+    return None if control is None else TileGroup(control, data)
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
 
 
 def _new(count: int, backend: str = GLOO) -> dist.ProcessGroup:

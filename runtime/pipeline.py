@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference_key
 from runtime.conditioner import CONDITIONING, Conditioner
-from runtime.decode import decode_audio, decode_planes
+from runtime.decode import TileOrder, VideoPlan, decode_audio, decode_planes, in_turn
 from runtime.denoiser import Denoiser, State
 from runtime.encoder import Placed, TextEncoder, encoder_graphs
 from runtime.events import Cancellation, Event, Reporter, Units
@@ -44,6 +44,7 @@ from runtime.request import Media, Resolved
 from runtime.rng import Noise, augmented, draw_noise
 from runtime.tail import encode_behind
 from runtime.text import Tokenizer
+from runtime.tile_shares import DealtTiles, TileGroup
 from runtime.transfer import to_host
 from runtime.vision import VISION
 
@@ -365,10 +366,13 @@ class Pipeline:
         made: list[bytes] = []
 
         def decode() -> dict[str, torch.Tensor]:
-            made.append(self._clip(resolved, latents, report, cancellation, deliver))
+            if self._peers.first:
+                made.append(self._clip(resolved, latents, report, cancellation, deliver))
+            elif self._peers.tiles is not None:
+                self._serve_tiles(self._peers.tiles, latents)
             return {}
 
-        self._peers.from_first(decode)
+        self._peers.from_first(decode, together=self._peers.tiles is not None)
         return b"".join(made)
 
     def _clip(
@@ -387,13 +391,30 @@ class Pipeline:
             deliver(piece)
 
         size, rate = (resolved.width, resolved.height), self._dimensions.audio_vae.sample_rate
-        placed, colour = video.to(self._engines.device), resolved.media.colour
-        with self._stage("decode"):
+        colour = resolved.media.colour
+        vae = self._dimensions.video_vae
+        # The other ranks have begun with the tiles when this one decodes the soundtrack.
+        with self._tile_order(video) as order, self._stage("decode"):
+            placed = video.to(self._engines.device)
             waveform = self.waveform(audio[0]).numpy()
-            planes = decode_planes(placed, self.decode_tile, self._dimensions.video_vae, colour, report, cancellation)
+            planes = decode_planes(placed, self.decode_tile, vae, colour, report, cancellation, order)
             writer = Mp4Writer(*size, rate, media_options(resolved.media), hand_on)
             encode_behind((to_host(part) for part in planes), waveform, writer, cancellation)
         return b"".join(made)
+
+    def _tile_order(self, video: torch.Tensor) -> AbstractContextManager[TileOrder]:
+        """Whence this process takes the tiles of one output."""
+        if self._peers.tiles is None:
+            return nullcontext(in_turn)
+        plan = VideoPlan.of_latents(video, self._dimensions.video_vae)
+        return DealtTiles(self._peers.tiles, plan.tiles, plan.tile_shape, self._engines.device)
+
+    def _serve_tiles(self, tiles: TileGroup, latents: Latents) -> None:
+        """Another rank's part: the tiles of one output that rank 0 asks for."""
+        video = latents[0].to(self._engines.device)
+        plan = VideoPlan.of_latents(video, self._dimensions.video_vae)
+        with self._stage("decode"):
+            tiles.serve(partial(plan.decode, video, self.decode_tile))
 
     def decode_tile(self, latents: torch.Tensor) -> torch.Tensor:
         """One decoder tile: normalised latents [1, 24, 7, 16, 16] to frames [1, 3, 28, 256, 256], float32."""

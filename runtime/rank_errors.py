@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 LOST = "lost: "
 """How the text of a RankLost begins, which is all that tells one on a stream."""
 

@@ -128,11 +128,13 @@ class RankedPipeline:
 
         pieces: is given each MP4 also while it is made: a fragmented one fragment by fragment, another in one piece.
         """
+        made: list[bytes] = []
         for frame in self._run("generate", taken.resolved, _parts(taken), progress, cancellation):
+            # Only now: who has the last clip may have no more to be asked for its cancellation (Triton crashes then).
+            yield from made
+            made = [frame.parts[0]] if "clip" in frame.header else []
             if "piece" in frame.header:
                 pieces(frame.header["piece"], frame.parts[0])
-            elif "clip" in frame.header:
-                yield frame.parts[0]
 
     def _run(
         self,

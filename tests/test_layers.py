@@ -36,7 +36,7 @@ MAY_IMPORT = {
 }
 """What each layer may import besides itself; `h3trt`, the command line, may import all."""
 
-BUILD_TIME = ("accelerate", "diffusers", "export", "onnx", "onnx_ir", "onnxscript", "safetensors", "transformers")
+BUILD_TIME = ("accelerate", "diffusers", "export", "onnx", "onnx_ir", "onnxscript", "transformers")
 """What a serving host does not have."""
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import secrets
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,10 @@ if TYPE_CHECKING:
     from runtime.pipeline import PipelineStage, Progress
     from runtime.ranked_pipeline import AnyPipeline, CacheThere, RankedPipeline
     from runtime.rehearsal import Rehearsal
+
+
+SERVER_SECONDS = 0.5
+"""Between two looks at whether tritonserver still runs."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,13 @@ class Work:
         return {**done, request_in(self._model): seconds} if done else {}
 
 
+def _end_with(server: int) -> None:
+    """Ends this process, and so its ranks, when tritonserver is gone: a stub whose server was killed waits for ever."""
+    while os.getppid() == server:
+        time.sleep(SERVER_SECONDS)
+    os._exit(1)
+
+
 def request_in(model: str) -> WorkAmount:
     """A request in a model, whatever its size."""
     return WorkAmount(f"request in {model}", 1.0)
@@ -226,6 +238,7 @@ class Model(ABC):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the model. Triton refuses to load it when this raises, with the exception's text (a StoreError, say)."""
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         self.name = args["model_name"]
         parameters = json.loads(args["model_config"])["parameters"]
         self.settings = Settings.of({name: value["string_value"] for name, value in parameters.items()})

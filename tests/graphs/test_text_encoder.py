@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from export.emit import emit
 from export.emitted import Emitted
 from export.graphs import text_encoder
 from export.graphs.graph import Graph
+from export.passes.quantise_linears import quantise_linears
+from export.passes.shard_tensors import ShardError
+from export.passes.shard_text_encoder import shard_text_encoder
+from export.sidecar import plan_sidecar
+from tests.rank_parts import of_rank
 
 TOKENS = 23
 
@@ -106,3 +112,39 @@ def test_each_kept_layer_and_the_token_table_are_bound_once(
 def test_weights_stay_in_the_checkpoint_dtype(emitted: tuple[Emitted, Emitted]) -> None:
     for one in emitted:
         assert {weight.dtype for weight in one.binding.inputs} == {torch.bfloat16}
+
+
+def on_ranks(layer: Graph, ranks: int, hidden: torch.Tensor, *angles: torch.Tensor) -> torch.Tensor:
+    """A layer, rank after rank, with the sums between its segments."""
+    for graph, inputs in zip(shard_text_encoder(layer, ranks, segmented=True), (angles, ()), strict=True):
+        hidden = hidden + sum(eager(of_rank(graph, rank), hidden, *inputs, instance=7) for rank in range(ranks))
+    return hidden
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_fp8_layers_are_divided_with_the_scales_of_the_whole(
+    graphs: tuple[Graph, Graph], reference: Qwen3VLForConditionalGeneration, tmp_path: Path, ranks: int
+) -> None:
+    """Quantised once, for any number of ranks; only a rank's part of a row, as it comes, has a scale of its own."""
+    layer = graphs[1]
+    sidecar = plan_sidecar([layer], "fp8", tmp_path, "text_encoder")
+    sidecar.write()
+    quantised = quantise_linears(layer, sidecar)
+    hidden = torch.randn(TOKENS, len(reference.model.language_model.norm.weight))
+    rows = (hidden, *angles(reference, torch.arange(TOKENS).expand(3, -1)))
+    assert relative(on_ranks(layer, ranks, *rows), eager(layer, *rows, instance=7)) < 1e-6
+    whole = eager(quantised, *rows, instance=7)
+    off, quantisation = (
+        relative(on_ranks(quantised, ranks, *rows), whole),
+        relative(whole, eager(layer, *rows, instance=7)),
+    )
+    assert 0 < off < quantisation
+
+
+def test_ranks_that_do_not_divide_it_are_refused(graphs: tuple[Graph, Graph]) -> None:
+    embedding, layer = graphs
+    rule = "must divide its 16 query heads, 8 key and value heads, 64 inner channels; nearest legal: 8"
+    with pytest.raises(ShardError, match=f"graph text_encoder.layer: ranks = 16: {rule}"):
+        shard_text_encoder(layer, 16, segmented=True)
+    with pytest.raises(ShardError, match="graph text_encoder.embedding: ranks = 5: must divide its 64 columns"):
+        shard_text_encoder(embedding, 5, segmented=False)

@@ -21,7 +21,7 @@ SHORT = {"rtx5090": 12.25}
 """Profiles that do not hold 15 s, and the seconds that they hold."""
 
 EXPECTED = {
-    "b200", "b300", "b300x4", "cpu", "gb10", "gb200x4", "h100x8", "h200", "h200_inductor",
+    "b200", "b300", "b300x4", "cpu", "cpu-ranks2", "gb10", "gb200x4", "h100x8", "h200", "h200_inductor",
     "h200_inductor_fp8", "h200_inductor_fp8_sage", "h200_inductor_sage", "h200x2", "h200x4", "h200x8",
     "rtx4090", "rtx4090x2", "rtx5090", "rtx5090x2", "rtxpro5000x4", "rtxpro6000",
 }  # fmt: skip
@@ -126,7 +126,10 @@ def test_further_tiers_cost_working_memory_and_no_weights(row_chunk: int) -> Non
 def test_each_card_of_a_ulysses_pair_holds_the_whole_denoiser(outline: Outline) -> None:
     one, two = (draft(Profile.load(name), MODEL, Workload()) for name in ("rtx5090", "rtx5090x2"))
     assert one.stage("denoise").weights == two.stage("denoise").weights
-    assert two.graph("block.attend").activations * 2 == one.graph("block.attend").activations
+    # A card's rows are a multiple of 64.
+    assert one.rows.total / 2 <= two.rows.local < one.rows.total / 2 + 64
+    attending = [plan.graph("block.attend").activations / plan.rows.local for plan in (one, two)]
+    assert attending[0] == attending[1]
 
 
 @pytest.mark.parametrize(

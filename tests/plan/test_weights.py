@@ -38,8 +38,9 @@ def test_bytes_are_those_of_the_graphs_bindings(
         write_miniature(tmp_path / "c", layout, 0)
     else:
         write_sparse_released(tmp_path / "c", layout)
-    planned = {n: w.nbytes("bfloat16") for n, w in graph_weights(Outline.read(tmp_path / "c")).items()}
-    assert planned == _bound(tmp_path / "c", "h200")
+    ranks = Profile.load("h200x2").ranks.text_encoder
+    planned = {n: w.nbytes("bfloat16", ranks) for n, w in graph_weights(Outline.read(tmp_path / "c")).items()}
+    assert planned == _bound(tmp_path / "c", "h200x2")
 
 
 @pytest.mark.parametrize("arithmetic", ["bfloat16", "fp8"])

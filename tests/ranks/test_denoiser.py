@@ -1,8 +1,7 @@
-"""Ranks that share the packed rows, on the engines of a store (ONNX Runtime sessions), against one that has them all."""
+"""Ranks that share the packed rows, on a store's engines (ONNX Runtime sessions), against one that has them all."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ import torch
 import torch.distributed as dist
 
 from engines.sessions.engine_set import EngineSet
-from engines.store import EngineStore, StoreError
+from engines.store import EngineStore
 from plugins.ranks import Group, ProcessGroup
 from plugins.schedule import Schedule
-from runtime.decode import decode_video
 from runtime.denoiser import Denoiser, State
-from runtime.events import Cancellation, Cancelled, Event, Reporter, Units
+from runtime.events import Cancellation, Event, Reporter, Units
 from runtime.modulation import ModulationCache
 from runtime.packing import Condition, Layout, layout
-from runtime.peers import PeerFailed, Peers
-from runtime.pipeline import Pipeline, stage_graphs
+from runtime.pipeline import stage_graphs
 from runtime.quality import Attending, Quality
 from runtime.row_shares import RowShare
 from tests.ranks.spawn import run_ranks
@@ -72,7 +69,7 @@ def velocities(engines: EngineSet, group: Group | None, own: bool) -> dict[str, 
     own: this rank's state is another than the others' where the rows are not this rank's.
     """
     denoiser = Denoiser(engines, "fl2va", ModulationCache(0), {}, group)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, sizes in LAYOUTS.items():
         one = packed(**sizes)
         width = engines.manifest.dimensions.denoiser.text_dim

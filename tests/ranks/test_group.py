@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from runtime import frames
@@ -25,6 +24,7 @@ from runtime.frames import MOST_BYTES, MOST_HEADER_BYTES, MOST_PARTS, Frame, Fra
 from runtime.rank_errors import GroupError, RankLost
 from runtime.rank_place import Meeting, Place
 from runtime.ranks import GroupSettings, RankGroup
+from tests.ranks.processes import runs
 
 FAKE = Path(__file__).parent / "fake_rank.py"
 ROOT = Path(__file__).parents[2]
@@ -72,13 +72,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 def gone(pids: list[int]) -> bool:
     """Whether none of these processes runs, moments having passed."""
     return within(10, lambda: not any(map(runs, pids)))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_command_is_done_by_all_ranks_and_its_parts_come_back(watched: Watched) -> None:

@@ -15,6 +15,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
 from runtime.probe import inspect_mp4
+from tests.conftest import report_figure
 from tests.media.clips import noise, picture, saved, wav
 from tests.media.hostile import DECODED, HOSTILE
 from tests.request.media_vectors import MEDIA_VECTORS
@@ -241,19 +242,22 @@ def test_twenty_mixed_requests_leave_what_six_left(client: Client, server: Trito
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_two_hundred_mixed_requests_and_four_at_once_leave_what_six_left(client: Client, server: TritonServer) -> None:
-    _leave_nothing(client, server, 6, 201)
-
-
-def _leave_nothing(client: Client, server: TritonServer, some: int, all_of_them: int) -> None:
-    _mixed(client, range(some))
+def test_two_hundred_mixed_requests_and_four_at_once_leave_what_six_left(
+    client: Client, server: TritonServer, request: pytest.FixtureRequest
+) -> None:
+    _mixed(client, range(6))
     before, files = _memory(server), _shared_memory(server)
-    _mixed(client, range(some, all_of_them))
+    _mixed(client, range(6, 201))
+    sequential = _memory(server)
     four = [Background(lambda seed=seed: _small(server, seed)) for seed in range(4)]
     assert all(isinstance(one.join(), bytes) for one in four)
+    at_once = _memory(server)
     # The last one is of the same task as before the first look.
-    _mixed(client, range(all_of_them - some, all_of_them))
-    assert _memory(server) < LEFT * before
+    _mixed(client, range(195, 201))
+    after = _memory(server)
+    looks = "; ".join(f"{look / 1e6:,.1f} MB" for look in (before, sequential, at_once, after))
+    report_figure(request.config, f"memory after 6 requests, 201, four at once, six more: {looks}")
+    assert after < LEFT * before
     assert _shared_memory(server) == files
 
 
