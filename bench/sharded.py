@@ -37,9 +37,10 @@ from export.graphs.graph import Graph
 from export.miniature import write_sparse_released
 from export.trace import BoundModule
 from plugins.dimensions import DenoiserDimensions
-from plugins.exchanges import GROUP, SEQUENCE
 from plugins.kernels.open_group import open_group
-from plugins.ranks import Group, handle_of
+from plugins.ranks import Group
+from runtime.attention import BlocksAttention
+from runtime.block import Sharing, open_blocks
 
 RANKS = 2
 BLOCKS = 2
@@ -163,11 +164,10 @@ class _Case:
         return self._narrow.run(self._own, lambda *parts: _exchanged(self._group, parts, self._total))
 
     def _whole_engine(self) -> torch.Tensor:
-        return _run(self._engines[0], self._inputs, {})
+        return _run(self._engines[0], self._inputs)
 
     def _shared_engine(self) -> torch.Tensor:
-        sequence = torch.zeros(self._total, dtype=torch.int64, device=self._inputs[0].device)
-        return _run(self._engines[1], self._own, {SEQUENCE: sequence, GROUP: torch.tensor([handle_of(self._group)])})
+        return _run(self._engines[1], self._own, Sharing(self._group, self._total))
 
 
 def _wanted(ranks: int) -> Wanted:
@@ -188,11 +188,14 @@ def _opened(folder: Path, ranks: int) -> EngineSet:
     return open_engines(store, ("block",), weights)
 
 
-def _run(engines: EngineSet, inputs: Rows, exchanged: dict[str, torch.Tensor]) -> torch.Tensor:
-    named = dict(zip(("hidden", "modulation", "modulation_index", "cos", "sin"), inputs, strict=True))
+def _run(engines: EngineSet, inputs: Rows, sharing: Sharing | None = None) -> torch.Tensor:
+    """Hidden behind the blocks, as a server computes it."""
+    hidden, modulation, index, cos, sin = inputs
+    rows = {"modulation_index": index, "cos": cos, "sin": sin}
+    blocks = open_blocks(engines, PARTITION, rows, BlocksAttention(engines), sharing=sharing)
     for layer in range(BLOCKS):
-        named["hidden"] = engines.run("block", {**named, **exchanged}, layer, PARTITION)["hidden_out"]
-    return named["hidden"]
+        hidden = blocks.run(layer, hidden, modulation)
+    return hidden
 
 
 @dataclass(frozen=True)
