@@ -308,6 +308,7 @@ class Pipeline:
         blocks, agreed = taken.presented.vision, self._peers.agreed(cancellation, self._peers.tensor_control)
 
         def encode() -> dict[str, torch.Tensor]:
+            units.reach(units.total - self._encoder.layers)
             with units.asking(agreed):
                 return {TEXT: self._text(taken, from_tensors(blocks, made), units)}
 

@@ -39,7 +39,7 @@ MEETING_SECONDS = 600.0
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("engines", "plugins", "runtime")
 
-_EXCHANGES = ("plugins/ranks.py", "runtime/peers.py")
+_EXCHANGES = ("plugins/ranks.py", "runtime/peers.py", "runtime/tile_shares.py")
 """Who is in one of these waits for other ranks."""
 
 Send = Callable[[Frame], None]

@@ -37,7 +37,7 @@ def open_group(group: dist.ProcessGroup, device: torch.device, transport: Transp
         return _collective(group, "asked for")
     made = _symmetric(group, device)
     if isinstance(made, SymmetricGroup):
-        _LOG.info("exchanges among %d ranks: stores into the peers' memory", made.size)
+        _LOG.info("exchanges among %d ranks: writes into the peers' memory", made.size)
         return made
     if transport == "symmetric":
         raise ExchangeError(f"exchanges by symmetric memory: {made}; choose transport auto or collective")
@@ -51,7 +51,7 @@ def _collective(group: dist.ProcessGroup, reason: str) -> ProcessGroup:
 
 
 def _symmetric(group: dist.ProcessGroup, device: torch.device) -> SymmetricGroup | str:
-    """The group that stores into memory, or why there is none; of one kind on every rank."""
+    """The group that writes into memory, or why there is none; of one kind on every rank."""
     reason = _obstacle(group, device)
     if not _agreed(group, device, not reason):
         return reason or "another rank has an obstacle"

@@ -112,7 +112,10 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
         dimensions=MINIATURE,
         graphs={
             "video_decoder_tile": tile,
-            **dict.fromkeys(("prologue", "text_encoder.layer", "vision_encoder.block"), rows),
+            **dict.fromkeys(
+                ("prologue", "block.attend", "text_encoder.embedding", "text_encoder.layer", "vision_encoder.block"),
+                rows,
+            ),
             **encoders,
         },
     )
