@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runtime import frames
+from runtime import allocation, frames
 from runtime.frames import Frame
 from runtime.rank_errors import GroupError
 from runtime.rank_place import Place, die_with, see_one_gpu
@@ -161,6 +161,7 @@ def _serve(place: Place, link: Link, open_service: Open) -> None:
         _check_same_end(control, end)
         if control.rank == 0:
             link.send(end)
+        allocation.give_back()
 
 
 def _meet(place: Place) -> None:

@@ -23,6 +23,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from engines.store import Manifest
+from runtime import allocation
 from runtime.estimate import Queue, WorkStage
 from runtime.events import Cancelled, Event
 from runtime.forecast import Forecaster, Late
@@ -35,7 +36,6 @@ from runtime.request import RequestError, Resolved, parse_params
 from runtime.timings import Recorder, identity
 from runtime.work import Work as WorkAmount
 from runtime.work import work_of
-from triton_repo import allocation
 from triton_repo import metric_table as table
 from triton_repo.control import UNREACHABLE, read_metrics
 from triton_repo.logs import Log, set_up

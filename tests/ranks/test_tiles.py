@@ -15,7 +15,7 @@ from engines.profile import Ranks
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore
 from plugins.dimensions import VideoVAEDimensions
-from plugins.tiling import TILES_AHEAD
+from plugins.tiling import TILES_AHEAD, used_tile
 from runtime.decode import DecodeError, DecodeTile, VideoPlan, decode_frames
 from runtime.events import Cancellation, Cancelled, Event, Reporter, ignore
 from runtime.peers import PeerFailed, Peers
@@ -71,7 +71,7 @@ def frames_of(
     if tiles.rank:
         tiles.serve(lambda number: plan.decode(latents, decode, number))
         return torch.empty(0)
-    with DealtTiles(tiles, plan.tiles, plan.tile_shape, latents.device) as order:
+    with DealtTiles(tiles, plan.tiles, used_tile(DIMENSIONS), latents.device) as order:
         before()
         given = (Reporter.silent(), cancellation or Cancellation(), order)
         return torch.cat([part.clone() for part in decode_frames(latents, decode, DIMENSIONS, *given)], dim=1)
