@@ -115,7 +115,7 @@ class Units:
 
     def __init__(self, stage: Stage, total: int, report: Reporter, cancellation: Cancellation) -> None:
         """Reports that the stage has begun."""
-        self._stage, self._total = stage, total
+        self._stage, self.total = stage, total
         self._report, self._cancellation = report, cancellation
         self._finished = 0
         report(stage, 0, total)
@@ -126,7 +126,7 @@ class Units:
         self._cancellation.raise_if_cancelled(what)
         yield
         self._finished += 1
-        self._report(self._stage, self._finished, self._total)
+        self._report(self._stage, self._finished, self.total)
 
     @contextmanager
     def asking(self, cancellation: Cancellation) -> Iterator[None]:
@@ -141,11 +141,11 @@ class Units:
         """Counts units as done that need not be: so many are done at least."""
         if count > self._finished:
             self._finished = count
-            self._report(self._stage, count, self._total)
+            self._report(self._stage, count, self.total)
 
     def tell_skipped(self, tiles: int) -> None:
         """Reports how many tiles of keys attention has left out, beside what is done."""
-        self._report(self._stage, self._finished, self._total, tiles)
+        self._report(self._stage, self._finished, self.total, tiles)
 
     def check(self, what: str) -> None:
         """Raises Cancelled before a part of a unit, naming it, if the request has been asked to stop."""

@@ -184,5 +184,5 @@ def test_a_weight_made_of_several_tensors_is_refused(dividable: dict[str, Denois
     finish = denoiser_graphs(dividable["native"], torch.float32)["block.finish"]
     name = "feed_forward.down.weight"
     joined = tuple(own | {name: Weight.concat([own[name].rows(0, 8), own[name].rows(8, 80)])} for own in finish.weights)
-    with pytest.raises(ShardError, match=f"graph block.finish: {name} is made of several stored tensors"):
+    with pytest.raises(ShardError, match=rf"graph block\.finish: {name} is made of several stored tensors"):
         shard_block(replace(finish, weights=joined), HEADS, 2)

@@ -9,15 +9,15 @@ from pathlib import Path
 from filelock import FileLock
 
 from engines.build import build
-from engines.profile import PROFILES
+from engines.profile import ONE_RANK, PROFILES
 from engines.store import EngineStore
 
 
 def ranked_store(store: Path, directory: Path, **ranks: int) -> Path:
-    """The demonstration's store as `cpu-ranks2` has it, with other ranks of a stage: `ranked_store(..., ulysses=4)`.
+    """The demonstration's store with several ranks of some stages, one of the others: `ranked_store(..., ulysses=4)`.
 
-    directory: of the test session, where it is made once. Each rank has one thread, and the tiers are the first and
-    "skip".
+    directory: of the test session, where it is made once. It is that of profile `cpu-ranks2` but for the ranks, one
+    thread for each, and the tiers, which are the first and "skip".
     """
     name = "-".join(["ranked", *(f"{stage}{count}" for stage, count in sorted(ranks.items()))])
     built = directory / name / "engines"
@@ -37,7 +37,7 @@ def ranked_store(store: Path, directory: Path, **ranks: int) -> Path:
 def _profile(ranks: dict[str, int]) -> str:
     text = (PROFILES / "cpu-ranks2.toml").read_text()
     text = re.sub(r'\[quality\.("sage\+skip"|sage)\][^\[]*', "", text).replace('threads = "auto"', "threads = 1")
-    for stage, count in ranks.items():
+    for stage, count in (dict(ONE_RANK) | ranks).items():
         text, found = re.subn(rf"{stage} = \d+", f"{stage} = {count}", text)
         assert found == 1, stage
     return text
