@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h3trt import console
-from h3trt.amounts import bytes_of
+from h3trt.amounts import amount, bytes_of
 from h3trt.console import Moment
-from triton_repo.names import DEFAULT_CONDITION_CACHE
+from triton_repo.metric_table import RANK_WEIGHTS
+from triton_repo.names import DEFAULT_CONDITION_CACHE, DEVICE_MODELS
+from triton_repo.scrape import samples
 
 if TYPE_CHECKING:
     from triton_repo.repository import RepositorySettings
@@ -35,6 +37,7 @@ def running_server(
 
     Raises StoreError and ServerError.
     """
+    from triton_repo.control import read_metrics
     from triton_repo.names import PUBLIC_MODELS
     from triton_repo.repository import render
     from triton_repo.server import ServerSettings
@@ -57,7 +60,18 @@ def running_server(
             logged = _print_json if log_json else (lambda line: None)
             server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading, logged))
         console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
+        for line in _ranks(read_metrics(server.endpoints.metrics)):
+            console.heading(line)
         yield server
+
+
+def _ranks(metrics: str) -> Iterator[str]:
+    """What each model with ranks of its own has as weights in them."""
+    for model in DEVICE_MODELS:
+        weights = [int(count) for _, count in samples(metrics, RANK_WEIGHTS.name, model=model)]
+        if len(weights) > 1:
+            most, together = amount(max(weights)), amount(sum(weights))
+            yield f"{model}: {len(weights)} ranks, weights of {together} together, at most {most} in one"
 
 
 def cache_bytes(text: str) -> int:

@@ -26,6 +26,7 @@ from engines.store import EngineRecord, Manifest
 from plugins.block_attention import ATTENDING, BlockAttention
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
+from plugins.tiling import tiles_ahead
 from runtime.condition_memory import (
     NO_CONDITIONS,
     NO_ENCODERS,
@@ -199,7 +200,7 @@ class MemoryModel:
     scores: arrays [heads, S, S] that attention holds, by tier; a tier that is not there holds none. sides: requests may
     choose adapters whose linears have low-rank sides, and each counts as if it did. folded: the one
     schedule's AdaLN tables are mapped from the store, and no request makes any. ranks: processes of one CPU that share
-    the packed rows; budget, like the estimate, is that of each.
+    the packed rows; budget, like the estimate, is that of each. tile_ranks: how many share the decoder's tiles.
     """
 
     dimensions: Dimensions
@@ -213,6 +214,7 @@ class MemoryModel:
     sides: bool = False
     folded: bool = False
     ranks: int = 1
+    tile_ranks: int = 1
 
     @staticmethod
     def of(manifest: Manifest) -> MemoryModel:
@@ -233,6 +235,7 @@ class MemoryModel:
             sides=any(adapter.mode == "low_rank" for adapter in manifest.adapters.values()),
             folded=manifest.student is not None,
             ranks=1 if manifest.profile.on_gpu else manifest.profile.ranks.ulysses,
+            tile_ranks=manifest.profile.ranks.video_tiles,
         )
 
     def estimate(self, load: Load) -> Estimate:
@@ -372,8 +375,10 @@ class MemoryModel:
         samples = AUDIO_CHANNELS * self.dimensions.audio_vae.hop * shape.audio_latents
         pixel = PIXEL_BYTES + ENCODER_PIXEL_BYTES + PACKET_PIXEL_BYTES * shape.frames
         pixels = math.ceil(pixel * shape.width * shape.height)
-        # The soundtrack is decoded before the picture, and its memory is given back.
-        return max(FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples)
+        # The soundtrack is decoded before the picture, and its memory is given back; other ranks' tiles come meanwhile.
+        return FLOAT * tiles_ahead(video, self.tile_ranks) + max(
+            FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples
+        )
 
 
 def _scores(profile: Profile) -> dict[str, float]:

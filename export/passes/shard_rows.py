@@ -7,7 +7,7 @@ of some heads: the block exchanges its rows for heads before it, and heads for r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -80,11 +80,10 @@ def _block(graph: Graph, ranks: int) -> Graph:
     whole = [spec for spec in graph.inputs if spec.name == ROW_TILES]
     inputs = (spec if spec in whole else _over_local([spec])[0] for spec in graph.inputs)
     sequence = TensorSpec(SEQUENCE, torch.int64, (ROWS,), below=1)
-    group = TensorSpec(GROUP, torch.int64, (1,), trial=_trial_group(ranks))
     return replace(
         graph,
         module=partial(_build, graph, ranks),
-        inputs=(*inputs, sequence, group),
+        inputs=(*inputs, sequence, group_input(ranks)),
         outputs=_over_local([_count(spec, ranks) for spec in graph.outputs]),
         trials=tuple({**trial, LOCAL_ROWS.name: -(-trial[ROWS.name] // ranks)} for trial in graph.trials),
         variant=f"{graph.variant or 'dense'} of {ranks} ranks",
@@ -124,7 +123,7 @@ def _count(spec: TensorSpec, ranks: int) -> TensorSpec:
     return replace(spec, shape=(heads // ranks,))
 
 
-def _trial_group(ranks: int) -> Callable[[Mapping[str, int]], torch.Tensor]:
-    """Has a trial's ranks be one process, as they are for the ONNX function."""
+def group_input(ranks: int) -> TensorSpec:
+    """The handle of the group that a graph's ranks exchange over; a trial's are one process, as for ONNX functions."""
     group = Loopback(ranks)
-    return lambda _: torch.tensor([handle_of(group)])
+    return TensorSpec(GROUP, torch.int64, (1,), trial=lambda _: torch.tensor([handle_of(group)]))

@@ -20,12 +20,8 @@ from torch import nn
 
 from export.checkpoint.expressions import Stored, Weight
 from export.graphs.graph import Graph, TensorSpec
+from export.passes.shard_rows import ShardError
 from export.schemes import SchemeError
-from plugins.ranks import Loopback, handle_of
-
-
-class ShardError(ValueError):
-    """A graph that the ranks cannot divide; says what does not divide, and the nearest number of ranks that does."""
 
 
 def check_ranks(graph: Graph, ranks: int, sizes: Mapping[str, int]) -> None:
@@ -65,11 +61,6 @@ def sharded(
         for own in graph.weights
     )
     return replace(graph, module=module, inputs=inputs, outputs=outputs, weights=weights, **changes)
-
-
-def group_input(ranks: int) -> TensorSpec:
-    """The handle of the group that a graph's collectives exchange over; in trials, of one that they are identity in."""
-    return TensorSpec("group", torch.int64, (1,), trial=lambda sizes: torch.tensor([handle_of(Loopback(ranks))]))
 
 
 def divide_outputs(module: nn.Module, names: tuple[str, ...], ranks: int) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAYOUTS
 from denoiser_checkpoint import DenoiserCheckpoint, denoiser_graphs, save, small_denoiser
 
 from engines.declaration import describe_graph
@@ -38,7 +37,7 @@ def graphs(denoisers: dict[str, DenoiserCheckpoint]) -> dict[str, Graph]:
 def gated_block(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     model = small_denoiser(seed=12, dtype=torch.bfloat16, gated=True)
     directory: Path = tmp_path_factory.mktemp("gated")
-    return denoiser_graphs(save(model, "native", LAYOUTS["native"], directory), torch.float32)["block"]
+    return denoiser_graphs(save(model, "native", "interleaved", directory), torch.float32)["block"]
 
 
 @pytest.mark.parametrize("name", ["prologue", "block", "epilogue"])

@@ -69,4 +69,6 @@ class FakeService:
 
 
 if __name__ == "__main__":
-    work(Place.of(os.environ), FakeService)
+    # Started by torchrun: the first rank, how many there are, and where to meet.
+    others = (int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]) if len(sys.argv) > 2 else ()
+    work(Place.of(os.environ, *others), FakeService)

@@ -206,6 +206,27 @@ def test_a_port_that_was_given_and_is_taken_is_refused_before_anything_starts(tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_that_torchrun_starts_elsewhere_take_part_and_come_back_with_the_group(tmp_path: Path) -> None:
+    """Both "machines" are this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "20"]
+    other = [str(FAKE), str(tmp_path), "1", "2", f"127.0.0.1:{port}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*torchrun, *other], env=environment, start_new_session=True) as node:
+        try:
+            here = settings(tmp_path, meeting=Meeting("127.0.0.1", port, 1))
+            with RankGroup(here) as group:
+                assert group.facts == {"weights": [100, 101]}
+                assert list(group.run({"units": 2}, (), Cancellation()))[-1].header["sum"] == 3.0
+                os.kill(group.pids[0], signal.SIGKILL)
+                assert within(60, lambda: group.restarts == 1)
+                assert list(group.run({"units": 2}, (), Cancellation()))[-1].header["sum"] == 3.0
+        finally:
+            os.killpg(node.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
