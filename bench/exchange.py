@@ -1,4 +1,4 @@
-"""Rows exchanged for heads between two GPUs: stores into the peer's memory beside NCCL, with and without relayout.
+"""Rows exchanged for heads between two GPUs: writes into the peer's memory beside NCCL, with and without relayout.
 
 Queries, keys and values lie as a block projects them: the values are a view of the packed projection. Each rank draws
 its own numbers, and draws the other's as well to compare with, so that only what was really sent can be right.

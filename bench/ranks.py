@@ -31,8 +31,12 @@ class RanksError(RuntimeError):
     """Ranks did not come to an end; says which, and how."""
 
 
-def together(run: Measurement, ranks: int, folder: Path, limit: float = 300.0) -> list[dict[str, Any]]:
+def together(
+    run: Measurement, ranks: int, folder: Path, limit: float = 300.0, alone: bool = False
+) -> list[dict[str, Any]]:
     """Runs a module's function in that many processes over NCCL; what each returns, in their order.
+
+    `alone`: each sees its own GPU and no other, as in serving.
 
     Raises:
         RanksError: one fails, or they take more than `limit` seconds; all have been ended.
@@ -41,7 +45,7 @@ def together(run: Measurement, ranks: int, folder: Path, limit: float = 300.0) -
     for rank in range(ranks):
         _result(folder, rank).unlink(missing_ok=True)
     context, port = multiprocessing.get_context("spawn"), free_port()
-    processes = [context.Process(target=_rank, args=(run, rank, ranks, port, folder)) for rank in range(ranks)]
+    processes = [context.Process(target=_rank, args=(run, rank, ranks, port, folder, alone)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
@@ -87,10 +91,12 @@ def _watch(processes: Sequence[BaseProcess], end: float) -> None:
         raise RanksError(f"rank {failed[0]} ended with {processes[failed[0]].exitcode}; its output is above")
 
 
-def _rank(run: Measurement, rank: int, ranks: int, port: int, folder: Path) -> None:
+def _rank(run: Measurement, rank: int, ranks: int, port: int, folder: Path, alone: bool) -> None:
     os.environ.update(NO_MULTICAST)
+    if alone:  # nothing has asked for a GPU yet in this process
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     logging.basicConfig(level=logging.INFO)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", 0 if alone else rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, device_id=device

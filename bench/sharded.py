@@ -1,7 +1,7 @@
 """Two blocks shared by two GPUs beside the same blocks on one: how far the results are apart, and what is gained.
 
-Project, exchange, attend to the own heads, exchange back, finish: the ops that engines call, in their fastest form.
-The same numbers are drawn on each GPU, which takes its own rows of them.
+Op by op (project, exchange, attend to the own heads, exchange back, finish), which is compared with float32 as well,
+and compiled, one package for both ranks. The same numbers are drawn on each GPU, which takes its own rows of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ import torch.distributed as dist
 from bench import host
 from bench.measuring import Timing, in_turns
 from bench.ranks import meet, together
-from bench.synthetic import PARTITION, draw_weight
+from bench.synthetic import (
+    PARTITION,
+    RandomWeights,
+    Wanted,
+    compile_packages,
+    draw_weight,
+    open_engines,
+    synthetic_store,
+)
 from engines.declaration import tensor_record
+from engines.profile import Profile, Ranks
+from engines.sessions.engine_set import EngineSet
 from export.binding import bind
 from export.checkpoint import Checkpoint
 from export.graphs.block import TABLE_ROWS, segments
@@ -29,9 +39,16 @@ from export.trace import BoundModule
 from plugins.dimensions import DenoiserDimensions
 from plugins.kernels.open_group import open_group
 from plugins.ranks import Group
+from runtime.attention import BlocksAttention
+from runtime.block import Sharing, open_blocks
 
 RANKS = 2
 BLOCKS = 2
+
+ONE, TWO, COMPILED = "one GPU", f"{RANKS} GPUs", ", compiled"
+
+PROFILE = "h200_inductor"
+"""Of what is compiled."""
 
 ROWS = (37_760, 73_920)
 
@@ -50,13 +67,15 @@ Rows = tuple[torch.Tensor, ...]
 """Hidden [n, D], modulation [table, 6 D], its index [n], cos and sin [n, half] of some rows."""
 
 
-def measure(folder: Path, rows: tuple[int, ...] = ROWS, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure(folder: Path, rows: tuple[int, ...] = ROWS, rounds: int = ROUNDS, compiled: bool = True) -> dict[str, Any]:
     """Milliseconds of both ways, and the differences of their results, for each number of rows."""
     work = folder / "sharded"
     if not (work / "checkpoint").exists():
         write_sparse_released(work / "checkpoint", "native")
-    (work / "wanted").write_text(" ".join(map(str, (rounds, *rows))))
-    found = together(_measure, RANKS, work)
+    if compiled:
+        compile_packages(folder, [_wanted(ranks) for ranks in (1, RANKS)])
+    (work / "wanted").write_text(" ".join(map(str, (int(compiled), rounds, *rows))))
+    found = together(_measure, RANKS, work, alone=True)
     return {
         "what": f"{BLOCKS} blocks in bfloat16 on one GPU, and their rows shared by {RANKS}",
         "host": found[0]["host"],
@@ -72,51 +91,111 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "sides": {side: timing.as_json() for side, timing in slowest.items()},
-        "speed-up": slowest["one GPU"].median / slowest[f"{RANKS} GPUs"].median,
+        "speed-ups": {
+            side: timing.median / slowest[side.replace(ONE, TWO)].median
+            for side, timing in slowest.items()
+            if side.startswith(ONE)
+        },
         "errors": {name: max(rank["errors"][name] for rank in ranks) for name in ranks[0]["errors"]},
     }
 
 
 def _measure(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:
     """One rank's part."""
-    rounds, *rows = map(int, (folder / "wanted").read_text().split())
+    compiled, rounds, *rows = map(int, (folder / "wanted").read_text().split())
     checkpoint = Checkpoint.open(folder / "checkpoint")
     assert dist.group.WORLD is not None
     group = open_group(dist.group.WORLD, device)
     narrow, wide = (_Blocks.drawn(checkpoint, compute, device) for compute in (torch.bfloat16, torch.float32))
+    engines = tuple(_opened(folder.parent, ranks) for ranks in (1, RANKS)) if compiled else ()
+    sizes = {}
     with torch.no_grad():
-        sizes = {
-            str(r): _size(narrow, wide, _draw(checkpoint.dimensions.denoiser, r, device), group, rounds) for r in rows
-        }
+        for count in rows:
+            case = _Case(narrow, wide, engines, _draw(checkpoint.dimensions.denoiser, count, device), group)
+            sizes[str(count)] = case.measure(rounds)
     return {"host": host.describe(), "rows": sizes}
 
 
-def _size(narrow: _Blocks, wide: _Blocks, inputs: Rows, group: Group, rounds: int) -> dict[str, Any]:
-    total = len(inputs[0])
-    local = -(-total // (RANKS * ROW_MULTIPLE)) * ROW_MULTIPLE
-    mine = slice(group.rank * local, min((group.rank + 1) * local, total))
-    own = _padded(inputs, mine, local)
+class _Case:
+    """One number of rows: all of them, and those of this rank."""
 
-    def alone() -> torch.Tensor:
-        return narrow.run(inputs, _attend)
+    def __init__(
+        self, narrow: _Blocks, wide: _Blocks, engines: tuple[EngineSet, ...], inputs: Rows, group: Group
+    ) -> None:
+        self._narrow, self._wide, self._engines = narrow, wide, engines
+        self._inputs, self._group, self._total = inputs, group, len(inputs[0])
+        local = -(-self._total // (RANKS * ROW_MULTIPLE)) * ROW_MULTIPLE
+        self._mine = slice(group.rank * local, min((group.rank + 1) * local, self._total))
+        self._own = _padded(inputs, self._mine, local)
 
-    def shared() -> torch.Tensor:
-        return narrow.run(own, lambda *parts: _exchanged(group, parts, total))
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Milliseconds of each round of each side, and how far results are apart."""
+        sides = {ONE: lambda: self._narrow.run(self._inputs, _attend), TWO: self._shared}
+        errors = self._errors(*(run() for run in sides.values()))
+        if self._engines:
+            compiled = {ONE + COMPILED: self._whole_engine, TWO + COMPILED: self._shared_engine}
+            whole, part = (run() for run in compiled.values())
+            errors[f"{TWO} from one, both compiled"] = _error(part[: self._count], whole[self._mine])
+            sides |= compiled
+            del whole, part
+        timings = in_turns(sides, rounds, timer=meet)
+        return {"errors": errors, "rounds": {name: list(timing.rounds) for name, timing in timings.items()}}
 
-    whole, part = alone()[mine], shared()[: mine.stop - mine.start]
-    apart = narrow.run(tuple(x if x is inputs[1] else x[mine] for x in inputs), _attend)
-    again = narrow.run(inputs, _attend, pieces=3)[mine]
-    exact = wide.run(tuple(x.float() if x.is_floating_point() else x for x in inputs), _attend_exactly)[mine]
-    errors = {
-        "two GPUs from one": _error(part, whole),
-        "one GPU with other pieces from one": _error(again, whole),
-        "one GPU from float32": _error(whole, exact),
-        "two GPUs from float32": _error(part, exact),
-        "two GPUs that do not exchange from one": _error(apart, whole),
-    }
-    del whole, part, apart, again, exact
-    timings = in_turns({"one GPU": alone, f"{RANKS} GPUs": shared}, rounds, timer=meet)
-    return {"errors": errors, "rounds": {name: list(timing.rounds) for name, timing in timings.items()}}
+    def _errors(self, whole: torch.Tensor, part: torch.Tensor) -> dict[str, float]:
+        whole, part = whole[self._mine], part[: self._count]
+        inputs, mine = self._inputs, self._mine
+        exact = self._wide.run(tuple(x.float() if x.is_floating_point() else x for x in inputs), _attend_exactly)[mine]
+        again = self._narrow.run(inputs, _attend, pieces=3)[mine]
+        apart = self._narrow.run(tuple(x if x is inputs[1] else x[mine] for x in inputs), _attend)
+        return {
+            f"{TWO} from one": _error(part, whole),
+            f"{ONE} with other pieces from one": _error(again, whole),
+            f"{ONE} from float32": _error(whole, exact),
+            f"{TWO} from float32": _error(part, exact),
+            f"{TWO} that do not exchange from one": _error(apart, whole),
+        }
+
+    @property
+    def _count(self) -> int:
+        """Rows here that are the sequence's."""
+        return self._mine.stop - self._mine.start
+
+    def _shared(self) -> torch.Tensor:
+        return self._narrow.run(self._own, lambda *parts: _exchanged(self._group, parts, self._total))
+
+    def _whole_engine(self) -> torch.Tensor:
+        return _run(self._engines[0], self._inputs)
+
+    def _shared_engine(self) -> torch.Tensor:
+        return _run(self._engines[1], self._own, Sharing(self._group, self._total))
+
+
+def _wanted(ranks: int) -> Wanted:
+    """The block of a profile with that many ranks."""
+    shared = {"ranks": Ranks(ulysses=ranks, text_encoder=1, video_tiles=1), "quality": {}}
+    return Wanted(Profile.load(PROFILE).model_copy(update=shared), ("block",))
+
+
+def _opened(folder: Path, ranks: int) -> EngineSet:
+    store = synthetic_store(_wanted(ranks), folder)
+    weights = RandomWeights(store.manifest, ("block",))
+    head_dim = store.manifest.dimensions.denoiser.head_dim
+    for layer in range(BLOCKS):
+        with weights.tensors("block", layer, PARTITION) as drawn:
+            for weight in drawn.values():
+                if weight.shape == (head_dim,):
+                    weight.mul_(_PEAKED)
+    return open_engines(store, ("block",), weights)
+
+
+def _run(engines: EngineSet, inputs: Rows, sharing: Sharing | None = None) -> torch.Tensor:
+    """Hidden behind the blocks, as a server computes it."""
+    hidden, modulation, index, cos, sin = inputs
+    rows = {"modulation_index": index, "cos": cos, "sin": sin}
+    blocks = open_blocks(engines, PARTITION, rows, BlocksAttention(engines), sharing=sharing)
+    for layer in range(BLOCKS):
+        hidden = blocks.run(layer, hidden, modulation)
+    return hidden
 
 
 @dataclass(frozen=True)

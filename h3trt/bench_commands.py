@@ -67,7 +67,7 @@ def bench(
     and what changing adapters between requests costs; of a store, with those that it offers. denoiser: whole forwards,
     and memory beside the plan. vae: the tiles of a clip and its MP4. end-to-end: a request, by stages. quality: clips
     of every tier of a profile, or of a store on any machine, beside lossless ones. packages: no measurement, but all
-    that the others compile, side by side. exchange: rows for heads between two GPUs, over NCCL and by stores.
+    that the others compile, side by side. exchange: rows for heads between two GPUs, over NCCL and by writes.
     sharded: two blocks whose rows two GPUs share, beside one GPU.
     """
     if subject is Subject.QUALITY:

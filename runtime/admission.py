@@ -26,6 +26,7 @@ from engines.store import EngineRecord, Manifest
 from plugins.block_attention import ATTENDING, BlockAttention
 from plugins.dimensions import AUDIO_CHANNELS, FRAMES_PER_SECOND, Dimensions
 from plugins.shape import SECONDS_MAXIMUM, SIDE_MULTIPLE, Shape, legal_frames
+from plugins.tiling import tiles_ahead
 from runtime.condition_memory import (
     NO_CONDITIONS,
     NO_ENCODERS,
@@ -188,7 +189,8 @@ class MemoryModel:
     encoders: widths of the references' encoders. axes: the largest size of each further axis that the engines have.
     scores: arrays [heads, S, S] that attention holds, by tier; a tier that is not there holds none. sides: requests may
     choose adapters whose linears have low-rank sides, and each counts as if it did. folded: the one
-    schedule's AdaLN tables are mapped from the store, and no request makes any.
+    schedule's AdaLN tables are mapped from the store, and no request makes any. tile_ranks: how many share the
+    decoder's tiles.
     """
 
     dimensions: Dimensions
@@ -201,6 +203,7 @@ class MemoryModel:
     scores: Mapping[str, float] = field(default_factory=dict)
     sides: bool = False
     folded: bool = False
+    tile_ranks: int = 1
 
     @staticmethod
     def of(manifest: Manifest) -> MemoryModel:
@@ -220,6 +223,7 @@ class MemoryModel:
             scores={} if manifest.profile.on_gpu else _scores(manifest.serving),
             sides=any(adapter.mode == "low_rank" for adapter in manifest.adapters.values()),
             folded=manifest.student is not None,
+            tile_ranks=manifest.profile.ranks.video_tiles,
         )
 
     def estimate(self, load: Load) -> Estimate:
@@ -354,8 +358,10 @@ class MemoryModel:
         samples = AUDIO_CHANNELS * self.dimensions.audio_vae.hop * shape.audio_latents
         pixel = PIXEL_BYTES + ENCODER_PIXEL_BYTES + PACKET_PIXEL_BYTES * shape.frames
         pixels = math.ceil(pixel * shape.width * shape.height)
-        # The soundtrack is decoded before the picture, and its memory is given back.
-        return max(FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples)
+        # The soundtrack is decoded before the picture, and its memory is given back; other ranks' tiles come meanwhile.
+        return FLOAT * tiles_ahead(video, self.tile_ranks) + max(
+            FLOAT * tile + pixels, FLOAT * AUDIO_SAMPLE_FLOATS * samples
+        )
 
 
 def _scores(profile: Profile) -> dict[str, float]:

@@ -23,6 +23,7 @@ from engines.sessions.modulation import MODULATION
 from engines.store import EngineStore, Manifest, StoreError
 from plugins.dimensions import TEXT_TAG, VIDEO_TAG
 from plugins.schedule import Schedule
+from plugins.tiling import used_tile
 from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference_key
@@ -146,9 +147,14 @@ class Pipeline:
         return self._cache
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that the engines of this process are bound to."""
-        return self._engines.weight_bytes
+    def weights(self) -> Sequence[int]:
+        """Bytes of weights that the engines of this process are bound to, as those of a group of one rank."""
+        return [self._engines.weight_bytes]
+
+    @property
+    def restarts(self) -> int:
+        """How often ranks have been started again: there are none."""
+        return 0
 
     def warm(self) -> None:
         """Opens every engine now, so that the first request is as quick as the others."""
@@ -408,7 +414,7 @@ class Pipeline:
         if self._peers.tiles is None:
             return nullcontext(in_turn)
         plan = VideoPlan.of_latents(video, self._dimensions.video_vae)
-        return DealtTiles(self._peers.tiles, plan.tiles, plan.tile_shape, self._engines.device)
+        return DealtTiles(self._peers.tiles, plan.tiles, used_tile(self._dimensions.video_vae), self._engines.device)
 
     def _serve_tiles(self, tiles: TileGroup, latents: Latents) -> None:
         """Another rank's part: the tiles of one output that rank 0 asks for."""

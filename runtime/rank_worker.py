@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runtime import frames
+from runtime import allocation, frames
 from runtime.frames import Frame
 from runtime.rank_errors import GroupError
 from runtime.rank_place import Place, die_with, see_one_gpu
@@ -39,7 +39,7 @@ MEETING_SECONDS = 600.0
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("engines", "plugins", "runtime")
 
-_EXCHANGES = ("plugins/ranks.py", "runtime/peers.py")
+_EXCHANGES = ("plugins/ranks.py", "runtime/peers.py", "runtime/tile_shares.py")
 """Who is in one of these waits for other ranks."""
 
 Send = Callable[[Frame], None]
@@ -161,6 +161,7 @@ def _serve(place: Place, link: Link, open_service: Open) -> None:
         _check_same_end(control, end)
         if control.rank == 0:
             link.send(end)
+        allocation.give_back()
 
 
 def _meet(place: Place) -> None:

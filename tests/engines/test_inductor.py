@@ -20,6 +20,7 @@ from engines.sessions.inductor import open_package
 from engines.steps import StepEvent
 from engines.store import EngineStore, StoreError
 from export.binding import bind
+from plugins.ops import all_reduce
 from tests.engines import small_checkpoint
 from tests.engines.conftest import use_small_graphs
 from tests.engines.small_checkpoint import SmallCheckpoint
@@ -159,6 +160,19 @@ def test_weights_of_an_instance_may_be_in_the_package(tmp_path: Path) -> None:
     compiler.compile_graph(graph, binding, ranges, torch.device("cpu"), package, stored)
     (found,) = open_package(package, torch.device("cpu")).run([draw(9)])
     assert (found - small_checkpoint.expected(checkpoint, "fl2va", 0, draw(9))).abs().max() < TOLERANCE
+
+
+def test_a_handle_of_a_group_stays_on_the_host_of_a_program_for_a_device() -> None:
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+            return all_reduce.OP(x + 1, group, 2)
+
+    program = torch.export.export(Sum(), (torch.zeros(3), torch.zeros(1, dtype=torch.int64)), strict=False)
+    lowered = compiler.lower(program, torch.device("meta"))
+    places = {n.name: n.meta["val"].device.type for n in lowered.graph.nodes if n.op == "placeholder"}
+    assert places == {"x": "meta", "group": "cpu"}
+    assert [tensor.device.type for tensor in lowered.example_inputs[0]] == ["meta", "cpu"]
+    assert compiler.census(lowered) == {"h3::all_reduce": 1}
 
 
 def test_a_program_is_made_anew_with_another_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

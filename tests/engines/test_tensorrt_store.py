@@ -146,9 +146,21 @@ def test_another_checkpoint_is_refused(workshop: Path, card: None) -> None:
 def test_ranks_that_exchange_nothing_are_refused(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank of such engines would attend to its own rows alone, and nobody would see it."""
     monkeypatch.setattr(machine, "gpu_capabilities", lambda: ("8.9", "8.9"))
-    write_gpu_profile(workshop / "gpu.toml", "rtx4090x2")
+    profile = write_gpu_profile(workshop / "gpu.toml", "rtx4090x2")
+    profile.write_text(profile.read_text().replace("text_encoder = 2", "text_encoder = 1"))
     build_gpu(workshop)
-    assert "has ranks.ulysses = 2, but no engine's census shows an exchange between ranks" in refusal(workshop)
+    assert "has ranks.ulysses = 2, but its engines are those of one rank" in refusal(workshop)
+
+
+def test_an_engine_that_lacks_an_exchange_of_its_graph_is_refused(workshop: Path) -> None:
+    """What its graph asks the other ranks for, it would make up."""
+    manifest = json.loads((workshop / "store/manifest.json").read_text())
+    manifest["graphs"]["block"]["census"]["h3::ulysses_all_to_all"] = 1
+    profiles = len(manifest["graphs"]["block"]["plan"]["profiles"])
+    manifest["graphs"]["block"]["plan"]["census"]["collective.all_to_all"] = profiles - 1
+    (workshop / "store/manifest.json").write_text(json.dumps(manifest))
+    message = f"graph block: its engine must have {profiles} exchanges between ranks, and {profiles - 1} are among"
+    assert message in refusal(workshop)
 
 
 def test_the_engines_do_not_open_either(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from export.low_rank import LowRankError, largest_rank, low_rank_sides, plan_low
 from export.merged import merged_weights
 from export.passes.add_low_rank import add_low_rank
 from export.passes.quantise_linears import quantise_linears
+from export.passes.shard_rows import shard_rows
 from export.sidecar import plan_sidecar
 from export.trace import BoundModule
 from plugins.distilled import Distilled, PinnedSchedule
@@ -131,6 +132,19 @@ def test_sides_of_any_packing_compute_what_merged_weights_do(
             # The same float32 products, added in another order.
             assert (ours - theirs).norm() < 1e-5 * theirs.norm()
             assert (before - theirs).norm() > 1e-2 * theirs.norm()
+
+
+def test_sides_of_a_ranks_block_are_those_of_the_whole_block(
+    denoisers: dict[str, DenoiserCheckpoint],
+    fused: dict[str, DenoiserCheckpoint],
+    artifact: Artifact,
+    tmp_path: Path,
+) -> None:
+    """Over a group that sends to itself: both exchange alike."""
+    base, wanted = (denoiser_graphs(each["native"], torch.float32)["block"] for each in (denoisers, fused))
+    graph = with_sides(denoisers["native"], artifact, tmp_path, shard_rows(base, 3, 3))
+    for ours, theirs in zip(run(graph, 1), run(shard_rows(wanted, 3, 3), 1), strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
 
 
 @pytest.mark.parametrize("layout", ["native", "native-stacked", "diffusers"])

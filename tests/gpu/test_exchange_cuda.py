@@ -1,4 +1,4 @@
-"""Exchanges between two GPUs, by stores into each other's memory and over NCCL, against slices of what each rank drew.
+"""Exchanges between two GPUs, by writes into each other's memory and over NCCL, against slices of what each rank drew.
 
 Two processes do all of it once; each test reads what they found.
 """
@@ -47,7 +47,7 @@ def test_every_row_of_the_own_heads_arrives_and_goes_back(
     assert holds(found, f"{way}, {dtype}, {rows}")
 
 
-def test_stores_are_chosen_and_can_be_refused(found: list[dict[str, Any]]) -> None:
+def test_writes_are_chosen_and_can_be_refused(found: list[dict[str, Any]]) -> None:
     assert holds(found, "chosen")
     assert holds(found, "asked for")
 
@@ -56,7 +56,7 @@ def test_results_are_contiguous_and_share_no_memory(found: list[dict[str, Any]])
     assert holds(found, "apart")
 
 
-def test_heads_that_stores_do_not_serve_go_the_other_way(found: list[dict[str, Any]]) -> None:
+def test_heads_that_writes_do_not_serve_go_the_other_way(found: list[dict[str, Any]]) -> None:
     assert holds(found, "odd channels")
     assert holds(found, "unaligned")
 
@@ -86,6 +86,16 @@ def test_memory_does_not_grow_within_a_graph(found: list[dict[str, Any]]) -> Non
 def test_rows_are_gathered_and_summed(found: list[dict[str, Any]]) -> None:
     assert holds(found, "gathered")
     assert holds(found, "summed")
+
+
+def test_ranks_that_see_their_own_gpu_alone_write_into_the_others_memory(tmp_path: Path) -> None:
+    assert holds(together(chosen, RANKS, tmp_path, limit=60, alone=True), "chosen")
+
+
+def chosen(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:
+    """Whether one rank chooses to write into memory."""
+    assert dist.group.WORLD is not None
+    return {"chosen": isinstance(open_group(dist.group.WORLD, device), SymmetricGroup)}
 
 
 def checks(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:

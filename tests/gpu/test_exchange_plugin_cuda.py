@@ -53,7 +53,7 @@ def checks(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:
     assert dist.group.WORLD is not None
     seen = {}
     for way in ("symmetric", "collective"):
-        chain = _Chain(trt, Exchange(open_group(dist.group.WORLD, device, way)), device)  # type: ignore[arg-type]
+        chain = _Chain(trt, Exchange(open_group(dist.group.WORLD, device, way)), device)
         stream = torch.cuda.Stream()
         chain.draw(1, rank)
         torch.cuda.synchronize()

@@ -20,9 +20,9 @@ ROUNDING = 2**-8
 
 @pytest.mark.parametrize("rows", sharded.ROWS)
 def test_two_gpus_compute_what_one_does(tmp_path: Path, rows: int) -> None:
-    found = sharded.measure(tmp_path, (rows,), rounds=1)["rows"][str(rows)]["errors"]
-    assert found["two GPUs from one"] < ROUNDING
+    found = sharded.measure(tmp_path, (rows,), rounds=1, compiled=False)["rows"][str(rows)]["errors"]
+    assert found["2 GPUs from one"] < ROUNDING
     # Neither is the better one.
-    assert found["two GPUs from float32"] < 1.02 * found["one GPU from float32"]
+    assert found["2 GPUs from float32"] < 1.02 * found["one GPU from float32"]
     # What the other rank's rows add is far above what is allowed.
-    assert found["two GPUs that do not exchange from one"] > 10 * ROUNDING
+    assert found["2 GPUs that do not exchange from one"] > 10 * ROUNDING

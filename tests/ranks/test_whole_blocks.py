@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from export.graphs import block
 from export.graphs.graph import Graph
 from export.miniature import write_miniature
 from export.trace import BoundModule
+from plugins.kernels.symmetric_exchange import _FREE, _holders
 from plugins.ranks import Loopback, ProcessGroup
 from runtime.attention import BlocksAttention
 from runtime.block import Sharing, open_blocks
@@ -112,6 +114,44 @@ def test_two_processes_are_one_that_has_all_rows(root: Path, tmp_path: Path) -> 
         if rows > 1:  # a rank that had heard nothing from the other would be elsewhere
             apart = torch.cat([each[f"{ALONE}.{rows}"] for each in found])[:rows]
             assert (apart - expected).abs().max() > 1e-3
+
+
+class Placed(Loopback):
+    """A group whose results lie where those of the last exchange but one were, as between GPUs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._places = {key: torch.empty(1 << 20) for key in product(range(2), range(4))}
+        self._exchanges = [0, 0]
+
+    def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
+        self._exchanges[0] += 1
+        found = super().to_heads(parts, rows)
+        return tuple(self._placed(part, self._exchanges[0] % 2, i) for i, part in enumerate(found))
+
+    def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
+        self._exchanges[1] += 1
+        return self._placed(super().to_rows(part, local_rows), self._exchanges[1] % 2, 3)
+
+    def _placed(self, part: torch.Tensor, turn: int, number: int) -> torch.Tensor:
+        place = self._places[turn, number]
+        assert _holders(place) == _FREE, "a result of the last exchange but one is still held"
+        return place[: part.numel()].view(part.shape).copy_(part)
+
+
+def test_blocks_let_go_of_what_an_exchange_brought_before_the_next_but_one(root: Path) -> None:
+    engines, group, rows = EngineSet.open(root / "store"), Placed(RANKS), 37
+    (width,) = (spec.shape[1] for spec in engines.manifest.graphs["block"].inputs if spec.name == "hidden")
+    given = inputs(engines.manifest.profile.local_rows(rows), int(width))
+    hidden, table = given.pop("hidden"), given.pop("modulation")
+    results = []
+    for each in (group, Loopback(RANKS)):
+        blocks = open_blocks(engines, "fl2va", given, BlocksAttention(engines), sharing=Sharing(each, rows))
+        result = hidden
+        for layer in range(2 * LAYERS):
+            result = blocks.run(layer % LAYERS, result, table)
+        results.append(result.clone())
+    assert torch.equal(*results)
 
 
 def test_what_the_program_exchanges_is_on_record(root: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engines.profile import Attention, Precision, Profile
 from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
 from plugins.shape import Shape, legal_frames
-from runtime.admission import Estimate, Load, MemoryModel, canvases_like
+from runtime.admission import MARGIN, Estimate, Load, MemoryModel, canvases_like
 from runtime.condition_memory import EncoderSizes
 from runtime.media.facts import Facts
 from runtime.request import Limits, RequestError, Resolved, resolve
@@ -112,7 +112,10 @@ def test_the_model_of_a_store_takes_its_limits_from_the_manifest() -> None:
         dimensions=MINIATURE,
         graphs={
             "video_decoder_tile": tile,
-            **dict.fromkeys(("prologue", "text_encoder.layer", "vision_encoder.block"), rows),
+            **dict.fromkeys(
+                ("prologue", "block.attend", "text_encoder.embedding", "text_encoder.layer", "vision_encoder.block"),
+                rows,
+            ),
             **encoders,
         },
     )
@@ -298,3 +301,10 @@ def test_canvases_of_a_shape_are_legal_and_keep_its_orientation(sides: tuple[int
     for width, height in canvases_like(32 * sides[0], 32 * sides[1]):
         assert resolve("a cat", {"aspect_ratio": "1:1", "width": width, "height": height}, RELEASED).width == width
         assert (width >= height) == (sides[0] >= sides[1]) or width == height
+
+
+def test_the_first_of_the_ranks_that_share_tiles_holds_those_of_the_others() -> None:
+    model, request = _model(64 * GIB), _request(size="256x256", duration=4)
+    alone, shared = (dataclasses.replace(model, tile_ranks=ranks).admit(request, text_rows=100) for ranks in (1, 2))
+    # Four of each rank, 22 frames of 256 x 256 pixels.
+    assert shared.decode - alone.decode == pytest.approx(MARGIN * 2 * 4 * 22 * 3 * 256 * 256 * 4, abs=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engines.graphs import profile_graphs, profile_sidecars
-from engines.profile import Arithmetic, Profile
+from engines.profile import Arithmetic, Profile, Ranks
 from export.checkpoint import Checkpoint
 from export.emit import emit
 from export.emitted import Emitted
@@ -39,13 +39,27 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
     return _graphs(root)
 
 
-def _graphs(root: Path) -> Graphs:
+@pytest.fixture(scope="session")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Emitted]:
+    """The miniature's graphs as each of so many ranks runs them, by their number and the graph's name."""
+    root = tmp_path_factory.mktemp("ranked")
+    write_miniature(root / "checkpoint", "native", seed=3)
+    return lambda ranks, name: _graphs(root, shared(ranks))("bfloat16", name)
+
+
+def shared(ranks: int) -> Profile:
+    """The profile with so many cards, which share the packed rows and the text encoder."""
+    shares = Ranks(ulysses=ranks, text_encoder=ranks, video_tiles=ranks)
+    return PROFILE.model_copy(update={"gpus": ranks, "ranks": shares})
+
+
+def _graphs(root: Path, base: Profile = PROFILE) -> Graphs:
     checkpoint = Checkpoint.open(root / "checkpoint")
 
     @cache
     def emitted(arithmetic: Arithmetic, name: str) -> Emitted:
-        precision = PROFILE.precision.model_copy(update={"denoiser": arithmetic})
-        profile = PROFILE.model_copy(update={"precision": precision, "row_chunk": 0})
+        precision = base.precision.model_copy(update={"denoiser": arithmetic})
+        profile = base.model_copy(update={"precision": precision, "row_chunk": 0})
         _make_sidecars(checkpoint, profile, root)
         return emit(next(g for g in profile_graphs(checkpoint, profile, "fl2va", root) if g.name == name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,9 @@ import pytest
 from engines.backends.tensorrt.process import build_plan
 from engines.backends.tensorrt.request import PlanResult
 from engines.profile import Arithmetic
-from export.emit import emit
 from export.emitted import Emitted
-from export.passes.shard_rows import shard_rows
-from export.passes.shard_text_encoder import shard_text_encoder
-from tests.tensorrt.conftest import PROFILE, Graphs
+from tests.tensorrt.conftest import PROFILE, Graphs, shared
 from tests.tensorrt.requests import emitted_request
-
-MINIATURE_HEADS = 8
 
 ROWS = 110_592
 """Packed rows of the largest request that the profiles allow."""
@@ -91,12 +87,11 @@ def test_graphs_of_the_released_dimensions_become_plans_for_all_rows(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_block_of_one_rank_becomes_a_plan_with_two_exchanges(miniature: Graphs, tmp_path: Path, ranks: int) -> None:
+def test_a_block_of_one_rank_becomes_a_plan_with_two_exchanges(
+    ranked: Callable[[int, str], Emitted], tmp_path: Path, ranks: int
+) -> None:
     """By TensorRT's own collective, in every profile; local rows go with the rows of the sequence."""
-    whole = miniature("bfloat16", "block")
-    emitted = emit(shard_rows(whole.graph, ranks, MINIATURE_HEADS))
-    profile = PROFILE.model_copy(update={"ranks": PROFILE.ranks.model_copy(update={"ulysses": ranks})})
-    request = emitted_request(emitted, tmp_path, profile.axis_ends)
+    request = emitted_request(ranked(ranks, "block"), tmp_path, shared(ranks).axis_ends)
     assert [r["local_rows"].maximum * ranks for r in request.profiles] == [r["rows"].maximum for r in request.profiles]
     result = build_plan(request, tmp_path / "plan")
     # Of the sequence the size alone is read.
@@ -107,12 +102,22 @@ def test_a_block_of_one_rank_becomes_a_plan_with_two_exchanges(miniature: Graphs
     assert result.census["attention.fused"] == times
 
 
-def test_a_text_layer_of_one_rank_becomes_a_plan_with_two_sums(miniature: Graphs, tmp_path: Path) -> None:
-    (graph,) = shard_text_encoder(miniature("bfloat16", "text_encoder.layer").graph, 2, segmented=False)
-    request = emitted_request(emit(graph), tmp_path, PROFILE.shapes)
-    result = build_plan(request, tmp_path / "plan")
-    assert result.warnings == ()
-    assert result.census["collective.all_reduce"] == 2 * len(request.profiles)
+@pytest.mark.parametrize("name", ["prologue", "epilogue"])
+def test_work_on_a_ranks_own_rows_exchanges_nothing(
+    ranked: Callable[[int, str], Emitted], tmp_path: Path, name: str
+) -> None:
+    request = emitted_request(ranked(2, name), tmp_path, shared(2).axis_ends)
+    assert max(ranges["local_rows"].maximum for ranges in request.profiles) == ROWS // 2
+    census = build_plan(request, tmp_path / "plan").census
+    assert not [kind for kind in census if kind.startswith("collective")]
+
+
+def test_a_layer_of_a_ranks_text_encoder_becomes_a_plan_with_two_sums(
+    ranked: Callable[[int, str], Emitted], tmp_path: Path
+) -> None:
+    request = emitted_request(ranked(2, "text_encoder.layer"), tmp_path, shared(2).axis_ends)
+    census = build_plan(request, tmp_path / "plan").census
+    assert census["collective.all_reduce"] == 2 * len(request.profiles)
 
 
 @pytest.mark.parametrize("arithmetic", ["bfloat16", "fp8"])
