@@ -147,9 +147,14 @@ class Pipeline:
         return self._cache
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that the engines of this process are bound to."""
-        return self._engines.weight_bytes
+    def weights(self) -> Sequence[int]:
+        """Bytes of weights that the engines of this process are bound to, as those of a group of one rank."""
+        return [self._engines.weight_bytes]
+
+    @property
+    def restarts(self) -> int:
+        """How often ranks have been started again: there are none."""
+        return 0
 
     def warm(self) -> None:
         """Opens every engine now, so that the first request is as quick as the others."""

@@ -6,6 +6,7 @@ Every rank does each command with the same pipeline calls. A command's header ha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -36,9 +37,10 @@ def _joined(ranks: Ranks, on_gpu: bool) -> Peers:
     """This process' place; between GPUs, of which each process sees its own alone, by the fastest exchange there is."""
     if not on_gpu:
         return Peers.join(ranks)
-    from plugins.kernels.open_group import open_group
+    from plugins.kernels.open_group import asked_for, open_group
 
-    return Peers.join(ranks, partial(open_group, device=torch.device("cuda", 0)), NCCL)
+    fastest = partial(open_group, device=torch.device("cuda", 0), transport=asked_for(os.environ))
+    return Peers.join(ranks, fastest, NCCL)
 
 
 def packed(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bytes:
@@ -84,7 +86,7 @@ class PipelineService:
 
     def facts(self) -> Mapping[str, int]:
         """Bytes of weights that this rank's engines read."""
-        return {"weights": self._pipeline.weight_bytes}
+        return {"weights": sum(self._pipeline.weights)}
 
     def run(self, command: Frame, send: Send, progress: Callable[[Event], None], cancellation: Cancellation) -> Frame:
         """Does a command. Raises RequestError and Cancelled."""

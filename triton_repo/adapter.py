@@ -270,7 +270,7 @@ class Model(ABC):
         pipeline = open_pipeline(store, stages, condition_cache, self.settings.media, self.settings.stall, told)
         if isinstance(pipeline, RankedPipeline):
             self._ranked = pipeline
-            self._show_ranks(pipeline)
+        self._show_ranks(pipeline)
         self.measure(pipeline.manifest)
         pipeline.warm()
         return pipeline
@@ -364,7 +364,7 @@ class Model(ABC):
         if resolved.estimate is not None:
             self.forecaster.check(resolved, resolved.estimate.model_copy(update={"queue": None}), stages)
 
-    def _show_ranks(self, pipeline: RankedPipeline) -> None:
+    def _show_ranks(self, pipeline: AnyPipeline) -> None:
         self.metrics.show(table.RANK_RESTARTS, pipeline.restarts)
         for rank, weights in enumerate(pipeline.weights):
             self.metrics.show(table.RANK_WEIGHTS, weights, rank=str(rank))

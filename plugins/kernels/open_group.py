@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from plugins.ranks import Group, ProcessGroup
 Transport = Literal["auto", "symmetric", "collective"]
 """Into the peers' memory, or by torch's collectives (NCCL, gloo); auto: the first that works. Results are the same."""
 
+VARIABLE = "H3TRT_EXCHANGE"
+"""Environment variable by which an operator chooses one of them."""
+
 _LOG = logging.getLogger(__name__)
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -25,6 +29,19 @@ _DIGEST = 16
 """Bytes that tell one host, or one GPU, from another."""
 
 _TRIAL_ROWS = 5
+
+
+def asked_for(environment: Mapping[str, str]) -> Transport:
+    """What the environment's H3TRT_EXCHANGE says; auto where it says nothing.
+
+    Raises:
+        ValueError: it is no transport.
+    """
+    said = environment.get(VARIABLE) or "auto"
+    for transport in get_args(Transport):
+        if transport == said:
+            return transport
+    raise ValueError(f"{VARIABLE}: got {said!r}; must be one of {', '.join(get_args(Transport))}")
 
 
 def open_group(group: dist.ProcessGroup, device: torch.device, transport: Transport = "auto") -> Group:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from plugins.kernels import symmetric_exchange
-from plugins.kernels.open_group import open_group
+from plugins.kernels.open_group import asked_for, open_group
 from plugins.kernels.symmetric_exchange import ExchangeError
 from plugins.ranks import ProcessGroup
 
@@ -39,6 +39,13 @@ def test_collectives_are_used_and_the_reason_is_logged(
 def test_stores_that_cannot_be_are_not_replaced_in_silence(alone: dist.ProcessGroup) -> None:
     with pytest.raises(ExchangeError, match="device cpu has no symmetric memory; choose transport auto or collective"):
         open_group(alone, CPU, "symmetric")
+
+
+def test_an_operator_may_choose() -> None:
+    assert asked_for({}) == asked_for({"H3TRT_EXCHANGE": ""}) == "auto"
+    assert asked_for({"H3TRT_EXCHANGE": "collective"}) == "collective"
+    with pytest.raises(ValueError, match="H3TRT_EXCHANGE: got 'nccl'; must be one of auto, symmetric, collective"):
+        asked_for({"H3TRT_EXCHANGE": "nccl"})
 
 
 def test_a_result_that_somebody_holds_is_told_from_one_that_nobody_does() -> None:
