@@ -107,7 +107,8 @@ class Pipeline:
         self._engines, self._peers = engines, peers
         self._intake = Intake(engines.manifest, tokenizer, policy)
         self._clock = clock
-        self._cache = cache or ConditionCache()
+        # Rank 0 alone knows what it has encoded before, and tells the others.
+        self._cache = cache if cache is not None and peers.first else ConditionCache()
         self._dimensions = engines.manifest.dimensions
         self._conditioner = Conditioner(engines)
         self._encoder = TextEncoder(engines, peers.tensors)

@@ -20,8 +20,11 @@ from torch import nn
 
 from export.checkpoint.expressions import Stored, Weight
 from export.graphs.graph import Graph, TensorSpec
-from export.passes.shard_rows import ShardError
 from export.schemes import SchemeError
+
+
+class ShardError(ValueError):
+    """A graph that the ranks cannot divide; says what does not divide, and the nearest number of ranks that does."""
 
 
 def check_ranks(graph: Graph, ranks: int, sizes: Mapping[str, int]) -> None:

@@ -49,7 +49,7 @@ def settings(ranked: Path, directory: Path, *models: str) -> ServerSettings:
 
 @pytest.fixture(scope="module")
 def ranked(store: Path, session_folder: Path) -> Path:
-    return ranked_store(store, session_folder)
+    return ranked_store(store, session_folder, ulysses=2, text_encoder=2, video_tiles=2)
 
 
 @pytest.fixture(scope="module")
