@@ -148,7 +148,9 @@ def text_layer(size: TextEncoderDimensions, arithmetic: Arithmetic, ranks: int) 
     attention = normed + (queries + 2 * keys) * widths.product
     inner = size.intermediate / ranks
     mlp = 2 * inner * widths.product + inner * widths.item + widths.quantised(round(inner))
-    return 2 * size.hidden * widths.item + widths.quantised(size.hidden) + max(attention, mlp)
+    # A rank's part of a sum over the ranks, and the sum.
+    summed = 2 * size.hidden * FLOAT if ranks > 1 else 0
+    return 2 * size.hidden * widths.item + widths.quantised(size.hidden) + summed + max(attention, mlp)
 
 
 def tile(tokens: int, width: int, inner: int, item: int) -> int:
