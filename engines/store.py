@@ -210,8 +210,16 @@ class Region(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[dtype]
 
     def of_rank(self, rank: int) -> Region:
-        """A rank's part, where this is the first rank's; the whole tensor where no ranks divide it."""
-        return self._replace(offset=self.offset + rank * self.cut.run) if self.cut else self
+        """A rank's part, where this is the first rank's; the whole tensor where no ranks divide it.
+
+        Raises:
+            ValueError: there are not so many ranks.
+        """
+        if self.cut is None:
+            return self
+        if not 0 <= rank < self.cut.ranks:
+            raise ValueError(f"rank {rank}: {self.cut.ranks} ranks divide the tensors; must be below")
+        return self._replace(offset=self.offset + rank * self.cut.run)
 
 
 class AdapterRecord(_Record):

@@ -50,7 +50,7 @@ each line a JSON object. The gateway writes such lines to standard error.
 | `time` | when, in UTC |
 | `level` | info, warning, error |
 | `source` | the model; `tritonserver` for Triton itself |
-| `event` | `opened`, `warmed`, `done`, `refused`, `late`, `cancelled`, `lost`, `incident`, `ranks`; Triton has its own |
+| `event` | `opened`, `warmed`, `done`, `refused`, `late`, `cancelled`, `lost`, `incident`, `ranks`; Triton's own |
 | `request` | the id that the client gave its request, the same in all models; the gateway gives the job's |
 | `seconds`, `stages` | of a request that is done: in the model, and by stage |
 | `reason` | why a request was refused, was late, was cancelled or was lost; what has happened to ranks |

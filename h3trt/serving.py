@@ -69,7 +69,7 @@ def _ranks(metrics: str) -> Iterator[str]:
     """What each model with ranks of its own has as weights in them."""
     for model in DEVICE_MODELS:
         weights = [int(count) for _, count in samples(metrics, RANK_WEIGHTS.name, model=model)]
-        if weights:
+        if len(weights) > 1:
             most, together = amount(max(weights)), amount(sum(weights))
             yield f"{model}: {len(weights)} ranks, weights of {together} together, at most {most} in one"
 

@@ -61,10 +61,11 @@ class Exchange:
     group: Group | None = None
 
 
-def creator(trt: ModuleType, op: Op, exchange: Exchange | None = None) -> object:
+def creator(trt: ModuleType, op: Op, exchange: Exchange | None = None, building: bool = False) -> object:
     """The IPluginCreatorV3One of an op, to be registered under the namespace `h3`.
 
-    `exchange` is for plugins of plans that are opened, if they exchange between ranks.
+    `exchange` is for plugins of plans that are opened to be run, if they exchange between ranks. In a process that is
+    `building` plans, those that it opens again send to themselves as well.
 
     Raises:
         PluginError: the op is no plugin.
@@ -83,7 +84,7 @@ def creator(trt: ModuleType, op: Op, exchange: Exchange | None = None) -> object
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
             attributes = {field.name: field.data for field in fields}
-            if op.exchanges and exchange is None and phase != trt.TensorRTPhase.BUILD:
+            if op.exchanges and exchange is None and not building and phase != trt.TensorRTPhase.BUILD:
                 raise PluginError(f"plugin {op.name}: exchanges between ranks, and is given none to exchange with")
             return plugin(attributes, exchange)
 
@@ -111,17 +112,17 @@ def exchanging(trt: ModuleType, registry: Any, ops: Iterable[Op], exchange: Exch
 
 
 @cache
-def register(trt: ModuleType, name: str) -> object:
+def register(trt: ModuleType, name: str, building: bool = False) -> object:
     """Has TensorRT's registry find the plugin of an op, unless it does already; returns its creator.
 
-    The registry keeps its address, so the creator stays as long as this process.
+    The registry keeps its address, so the creator stays as long as this process. `building`: as `creator` has it.
 
     Raises:
         PluginError: the op is no plugin, or the registry does not take it.
         KeyError: there is no such op.
     """
     registry: Any = trt.get_plugin_registry()
-    made: Any = creator(trt, find(name))
+    made: Any = creator(trt, find(name), building=building)
     if not registry.register_creator(made, made.plugin_namespace):
         raise PluginError(f"op {name}: TensorRT's registry does not take it as {DOMAIN}::{name}, version {VERSION}")
     return made
@@ -285,8 +286,13 @@ def _expressions(trt: ModuleType, sizes: Sequence[Any], builder: Any) -> Any:
 
 
 def _number(op: Op, name: str, data: Any) -> int | float:
-    value = np.asarray(data).reshape(-1)[0]
-    return int(value) if _storage(op, name) is np.int64 else float(value)
+    values = np.asarray(data).reshape(-1)
+    whole = _storage(op, name) is np.int64
+    if len(values) != 1 or (whole and values[0] != int(values[0])):
+        raise PluginError(
+            f"plugin {op.name}: {name} = {values.tolist()}: must be one {'whole ' if whole else ''}number"
+        )
+    return int(values[0]) if whole else float(values[0])
 
 
 def _storage(op: Op, name: str) -> type[np.generic]:

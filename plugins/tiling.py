@@ -92,3 +92,13 @@ def chunk_count(latent_frames: int, vae: VideoVAEDimensions) -> int:
     """Decoder calls in time, n of 5n + 2 latent frames; 0 where there is no such n of at least 1."""
     chunks, left_over = divmod(latent_frames - vae.token_overlap, vae.clip_latents)
     return 0 if left_over else max(0, chunks)
+
+
+def used_tile(vae: VideoVAEDimensions) -> tuple[int, int, int, int]:
+    """Of a decoded tile, what becomes frames: channels, frames (body and tail), both sides."""
+    return 3, vae.clip_frames + vae.frame_overlap, vae.tile, vae.tile
+
+
+def tiles_ahead(vae: VideoVAEDimensions, ranks: int) -> int:
+    """Values of the tiles that the first of so many ranks holds at most, beside the one that it decodes."""
+    return TILES_AHEAD * ranks * math.prod(used_tile(vae)) if ranks > 1 else 0

@@ -82,12 +82,6 @@ class VideoPlan:
         """Frames of the whole video, 17 n + 5."""
         return self.chunks * self.dimensions.clip_frames + self.dimensions.frame_overlap
 
-    @property
-    def tile_shape(self) -> tuple[int, int, int, int]:
-        """Of what is used of a decoded tile: channels, frames (body and tail), rows and columns."""
-        side = self.dimensions.tile
-        return 3, self.dimensions.clip_frames + self.dimensions.frame_overlap, side, side
-
     def cut(self, latents: torch.Tensor, number: int) -> torch.Tensor:
         """The latents [1, 24, 7, 16, 16] of one tile, contiguous; tiles are numbered chunk by chunk, row by row."""
         chunk, place = divmod(number, self.grid.count)
@@ -99,7 +93,7 @@ class VideoPlan:
         return frames[..., top : top + side, left : left + side].contiguous()
 
     def decode(self, latents: torch.Tensor, decode_tile: DecodeTile, number: int) -> torch.Tensor:
-        """What is used of one decoded tile, `tile_shape`, float32. Raises DecodeError when it is not finite."""
+        """What is used of one decoded tile, `used_tile`, float32. Raises DecodeError when it is not finite."""
         return _used_frames(decode_tile(self.cut(latents, number)), self)
 
 

@@ -15,6 +15,7 @@ import torch
 from engines.sessions.engine_set import EngineSet
 from engines.store import Manifest
 from plugins.dimensions import TextEncoderDimensions
+from plugins.exchanges import GROUP
 from plugins.ranks import Group, handle_of
 from runtime.events import Units
 from runtime.vision import Picture
@@ -117,7 +118,7 @@ class TextEncoder:
             hidden = self._add(rows["hidden"], self._engines.run(attend, rows, layer)["part"])
             return self._add(hidden, self._engines.run(feed, {"hidden": hidden}, layer)["part"])
         if self._group is not None:
-            rows = {**rows, "group": torch.tensor([handle_of(self._group)])}
+            rows = {**rows, GROUP: torch.tensor([handle_of(self._group)])}
         return self._engines.run(LAYER, rows, layer)["hidden_out"]
 
     def _add(self, hidden: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

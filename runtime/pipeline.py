@@ -23,6 +23,7 @@ from engines.sessions.modulation import MODULATION
 from engines.store import EngineStore, Manifest, StoreError
 from plugins.dimensions import TEXT_TAG, VIDEO_TAG
 from plugins.schedule import Schedule
+from plugins.tiling import used_tile
 from runtime.admission import MemoryModel
 from runtime.block import block_graphs
 from runtime.condition_cache import ConditionCache, Entry, prompt_key, reference_key
@@ -106,7 +107,8 @@ class Pipeline:
         self._engines, self._peers = engines, peers
         self._intake = Intake(engines.manifest, tokenizer, policy)
         self._clock = clock
-        self._cache = cache or ConditionCache()
+        # Rank 0 alone knows what it has encoded before, and tells the others.
+        self._cache = cache if cache is not None and peers.first else ConditionCache()
         self._dimensions = engines.manifest.dimensions
         self._conditioner = Conditioner(engines)
         self._encoder = TextEncoder(engines, peers.tensors)
@@ -146,9 +148,14 @@ class Pipeline:
         return self._cache
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that the engines of this process are bound to."""
-        return self._engines.weight_bytes
+    def weights(self) -> Sequence[int]:
+        """Bytes of weights that the engines of this process are bound to, as those of a group of one rank."""
+        return [self._engines.weight_bytes]
+
+    @property
+    def restarts(self) -> int:
+        """How often ranks have been started again: there are none."""
+        return 0
 
     def warm(self) -> None:
         """Opens every engine now, so that the first request is as quick as the others."""
@@ -408,7 +415,7 @@ class Pipeline:
         if self._peers.tiles is None:
             return nullcontext(in_turn)
         plan = VideoPlan.of_latents(video, self._dimensions.video_vae)
-        return DealtTiles(self._peers.tiles, plan.tiles, plan.tile_shape, self._engines.device)
+        return DealtTiles(self._peers.tiles, plan.tiles, used_tile(self._dimensions.video_vae), self._engines.device)
 
     def _serve_tiles(self, tiles: TileGroup, latents: Latents) -> None:
         """Another rank's part: the tiles of one output that rank 0 asks for."""

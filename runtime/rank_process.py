@@ -47,7 +47,7 @@ class RankProcess:
         """Of a rank that is ready: each number of all ranks."""
         self.beaten = self.moved = time.monotonic()
         self.at, self.waits = "", False
-        """Where it was at the last beat, and whether it waited for another rank; empty before the first."""
+        """Where it was at the last beat, and whether it waited for another rank."""
         self._count = 0
         self._heard = heard
         self._line = line
@@ -80,8 +80,8 @@ class RankProcess:
         return (self._process.poll() or 0) < 0
 
     def patience(self, stall: float) -> float:
-        """Seconds that it may be silent; its interpreter takes a while to start on a busy machine."""
-        return stall if self.at or self.facts is not None else max(stall, START_SECONDS)
+        """Seconds that it may be silent; loading its libraries, no thread of it says anything."""
+        return stall if self.facts is not None else max(stall, START_SECONDS)
 
     def send(self, frame: Frame) -> None:
         """Sends it a message. Raises OSError when it has gone."""

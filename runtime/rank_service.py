@@ -86,7 +86,7 @@ class PipelineService:
 
     def facts(self) -> Mapping[str, int]:
         """Bytes of weights that this rank's engines read."""
-        return {"weights": self._pipeline.weight_bytes}
+        return {"weights": sum(self._pipeline.weights)}
 
     def run(self, command: Frame, send: Send, progress: Callable[[Event], None], cancellation: Cancellation) -> Frame:
         """Does a command. Raises RequestError and Cancelled."""

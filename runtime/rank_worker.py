@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import queue
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runtime import frames
+from runtime import allocation, frames
 from runtime.frames import Frame
 from runtime.rank_errors import GroupError
 from runtime.rank_place import Place, die_with, see_one_gpu
@@ -39,7 +40,12 @@ MEETING_SECONDS = 600.0
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("engines", "plugins", "runtime")
 
-_EXCHANGES = ("plugins/ranks.py", "runtime/peers.py")
+_EXCHANGES = (
+    "plugins/kernels/symmetric_exchange.py",
+    "plugins/ranks.py",
+    "runtime/peers.py",
+    "runtime/tile_shares.py",
+)
 """Who is in one of these waits for other ranks."""
 
 Send = Callable[[Frame], None]
@@ -131,6 +137,9 @@ def work(place: Place, open_service: Open) -> None:
     # Ctrl-C in a terminal reaches all processes of the foreground; the server ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     see_one_gpu(place.local, os.environ)
+    logging.basicConfig(format=f"rank {place.rank}: %(message)s")
+    # How ranks exchange, and why.
+    logging.getLogger("plugins").setLevel(logging.INFO)
     link = Link(place, threading.get_ident())
     try:
         _serve(place, link, open_service)
@@ -161,6 +170,7 @@ def _serve(place: Place, link: Link, open_service: Open) -> None:
         _check_same_end(control, end)
         if control.rank == 0:
             link.send(end)
+        allocation.give_back()
 
 
 def _meet(place: Place) -> None:

@@ -23,6 +23,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from engines.store import Manifest
+from runtime import allocation
 from runtime.estimate import Queue, WorkStage
 from runtime.events import Cancelled, Event
 from runtime.forecast import Forecaster, Late
@@ -35,7 +36,6 @@ from runtime.request import RequestError, Resolved, parse_params
 from runtime.timings import Recorder, identity
 from runtime.work import Work as WorkAmount
 from runtime.work import work_of
-from triton_repo import allocation
 from triton_repo import metric_table as table
 from triton_repo.control import UNREACHABLE, read_metrics
 from triton_repo.logs import Log, set_up
@@ -270,7 +270,7 @@ class Model(ABC):
         pipeline = open_pipeline(store, stages, condition_cache, self.settings.media, self.settings.stall, told)
         if isinstance(pipeline, RankedPipeline):
             self._ranked = pipeline
-            self._show_ranks(pipeline)
+        self._show_ranks(pipeline)
         self.measure(pipeline.manifest)
         pipeline.warm()
         return pipeline
@@ -364,7 +364,7 @@ class Model(ABC):
         if resolved.estimate is not None:
             self.forecaster.check(resolved, resolved.estimate.model_copy(update={"queue": None}), stages)
 
-    def _show_ranks(self, pipeline: RankedPipeline) -> None:
+    def _show_ranks(self, pipeline: AnyPipeline) -> None:
         self.metrics.show(table.RANK_RESTARTS, pipeline.restarts)
         for rank, weights in enumerate(pipeline.weights):
             self.metrics.show(table.RANK_WEIGHTS, weights, rank=str(rank))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_repo import allocation
+from runtime import allocation
 from triton_repo.errors import ServerError
 
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"

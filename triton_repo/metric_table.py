@@ -86,7 +86,12 @@ RESTARTS = Metric("h3_restarts_total", "counter", (), "Times that h3trt serve ha
 RANK_RESTARTS = Metric(
     "h3_rank_restarts_total", "counter", (), "Times that the model's lost ranks have been started again"
 )
-RANK_WEIGHTS = Metric("h3_rank_weight_bytes", "gauge", ("rank",), "Bytes of weights that a rank's engines read")
+RANK_WEIGHTS = Metric(
+    "h3_rank_weight_bytes",
+    "gauge",
+    ("rank",),
+    "Bytes of weights that a rank's engines read; a model without ranks is rank 0",
+)
 
 METRICS = (
     RUNNING,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
@@ -151,6 +152,7 @@ def lower(program: ExportedProgram, device: torch.device) -> ExportedProgram:
 
 def _moved(program: ExportedProgram, device: torch.device) -> ExportedProgram:
     """The program on a device, but for the handles of groups, which are read on the host."""
+    examples, form = pytree.tree_flatten(program.example_inputs)
     moved = move_to_device_pass(program, {"cpu": str(device)})
     handles = {
         node.args[op.inputs.index(GROUP)]
@@ -158,9 +160,14 @@ def _moved(program: ExportedProgram, device: torch.device) -> ExportedProgram:
         for node in moved.graph.nodes
         if op.exchanges and node.target is op.overload
     }
+    names = set()
     for handle in handles:
         assert isinstance(handle, torch.fx.Node)
         handle.meta["val"] = handle.meta["val"].to("cpu")
+        names.add(handle.name)
+    # The compiler compares them with the inputs that the graph declares.
+    given = zip(moved.graph_signature.user_inputs, examples, pytree.tree_leaves(moved.example_inputs), strict=True)
+    moved.example_inputs = pytree.tree_unflatten([own if name in names else put for name, own, put in given], form)
     return moved
 
 

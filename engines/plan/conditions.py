@@ -79,8 +79,8 @@ class Conditions:
     def _tile(self) -> Run:
         config, vae = self.weighing.outline.configs["video_vae"], self.weighing.outline.dimensions.video_vae
         assert isinstance(config, VideoVAEConfig)
-        frames, ranks = self.references.clip_frames, self.weighing.profile.ranks.video_tiles
-        images, clips = (-(-count // ranks) for count in self.references.tiles)
+        frames = self.references.clip_frames
+        images, clips = self.references.tiles
         products = images * tile_products(config, 1, vae.tile) + clips * tile_products(
             config, vae.clip_frames, vae.tile
         )

@@ -23,7 +23,7 @@ from export.checkpoint.components.video_vae import VideoVAEConfig
 from plugins.block_attention import VIDEO_SPARSE, BlockAttention, quantises
 from plugins.dimensions import AUDIO_CHANNELS, TIMESTEP_SLOTS, DenoiserDimensions
 from plugins.shape import Shape, canvas, grid_frames, requested_frames
-from plugins.tiling import chunk_count, tile_grid
+from plugins.tiling import chunk_count, tile_grid, tiles_ahead, used_tile
 from plugins.video_tiles import TileCounts
 
 INT64 = 8
@@ -451,9 +451,8 @@ class Costs:
             moved + self.tile_bytes,
             2 * self.tile_bytes,
             workspace=LIBRARY_WORKSPACE,
-            # One tile of every rank at a time comes to the first one.
-            collectives=ranks * self.tile_bytes if ranks > 1 else 0,
-            exchanged=runs * self.tile_bytes * (ranks - 1),
+            collectives=FLOAT * tiles_ahead(vae, ranks),
+            exchanged=FLOAT * runs * math.prod(used_tile(vae)) * (ranks - 1),
         )
 
     @property

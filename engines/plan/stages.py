@@ -155,8 +155,9 @@ class Placement:
     def _sharers(self, component: Component) -> int:
         """Ranks that have a share of a component's work."""
         ranks = self.profile.ranks
-        shared = {"text_encoder": ranks.text_encoder, "audio_encoder": 1, "audio_decoder": 1}
-        shared |= dict.fromkeys(("video_encoder", "video_decoder"), ranks.video_tiles)
+        # References are encoded where they were decoded from their files, and the soundtrack where it is written.
+        shared = dict.fromkeys(("video_encoder", "audio_encoder", "audio_decoder"), 1)
+        shared |= {"text_encoder": ranks.text_encoder, "video_decoder": ranks.video_tiles}
         return shared.get(component, ranks.ulysses)
 
     @property

@@ -16,7 +16,8 @@ from torch import nn
 from export.graphs.attention import AttentionOutput, Projections
 from export.graphs.block import Block, Finish
 from export.graphs.graph import Graph, TensorSpec
-from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, group_input, sharded
+from export.graphs.group_input import group_input
+from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, sharded
 from plugins.ops.all_reduce import OP as ALL_REDUCE
 
 SEGMENTS = ("block.project", "block.attend", "block.merge", "block.feed", "block.close")

@@ -7,7 +7,7 @@ of some heads: the block exchanges its rows for heads before it, and heads for r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,16 +16,13 @@ from torch import nn
 
 from export.graphs.block import Attend, AttendResult, Block, TileAttend
 from export.graphs.graph import Graph, TensorSpec
+from export.graphs.group_input import group_input
 from export.graphs.rows import LOCAL_ROWS, ROWS
+from export.passes.shard_tensors import check_ranks
 from plugins.block_attention import ROW_TILES, SKIPPED_TILES
-from plugins.exchanges import GROUP, SEQUENCE
+from plugins.exchanges import SEQUENCE
 from plugins.ops.ulysses_all_to_all import GATED_HEADS, HEADS, PARTS
 from plugins.ops.ulysses_all_to_all import ROWS as BACK
-from plugins.ranks import Loopback, handle_of
-
-
-class ShardError(ValueError):
-    """A graph that cannot be shared by so many ranks; names the nearest number that can."""
 
 
 def shard_rows(graph: Graph, ranks: int, heads: int) -> Graph:
@@ -35,16 +32,12 @@ def shard_rows(graph: Graph, ranks: int, heads: int) -> Graph:
     ranks' group (`plugins.ranks.handle_of`). Its weights are the same objects.
 
     Raises:
-        ShardError: the heads cannot be dealt to so many ranks.
+        ShardError: the ranks do not divide the heads.
     """
     shard = _SHARDED.get(graph.name)
     if ranks == 1 or shard is None:
         return graph
-    if heads % ranks:
-        nearest = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - ranks))
-        raise ShardError(
-            f"graph {graph.name}: {heads} attention heads cannot be dealt to {ranks} ranks; nearest that can: {nearest}"
-        )
+    check_ranks(graph, ranks, {"attention heads": heads})
     return shard(graph, ranks)
 
 
@@ -80,11 +73,10 @@ def _block(graph: Graph, ranks: int) -> Graph:
     whole = [spec for spec in graph.inputs if spec.name == ROW_TILES]
     inputs = (spec if spec in whole else _over_local([spec])[0] for spec in graph.inputs)
     sequence = TensorSpec(SEQUENCE, torch.int64, (ROWS,), below=1)
-    group = TensorSpec(GROUP, torch.int64, (1,), trial=_trial_group(ranks))
     return replace(
         graph,
         module=partial(_build, graph, ranks),
-        inputs=(*inputs, sequence, group),
+        inputs=(*inputs, sequence, group_input(ranks)),
         outputs=_over_local([_count(spec, ranks) for spec in graph.outputs]),
         trials=tuple({**trial, LOCAL_ROWS.name: -(-trial[ROWS.name] // ranks)} for trial in graph.trials),
         variant=f"{graph.variant or 'dense'} of {ranks} ranks",
@@ -122,9 +114,3 @@ def _count(spec: TensorSpec, ranks: int) -> TensorSpec:
     (heads,) = spec.shape
     assert isinstance(heads, int)
     return replace(spec, shape=(heads // ranks,))
-
-
-def _trial_group(ranks: int) -> Callable[[Mapping[str, int]], torch.Tensor]:
-    """Has a trial's ranks be one process, as they are for the ONNX function."""
-    group = Loopback(ranks)
-    return lambda _: torch.tensor([handle_of(group)])

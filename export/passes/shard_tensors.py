@@ -21,7 +21,6 @@ from torch import nn
 from export.checkpoint.expressions import Stored, Weight
 from export.graphs.graph import Graph, TensorSpec
 from export.schemes import SchemeError
-from plugins.ranks import Loopback, handle_of
 
 
 class ShardError(ValueError):
@@ -65,11 +64,6 @@ def sharded(
         for own in graph.weights
     )
     return replace(graph, module=module, inputs=inputs, outputs=outputs, weights=weights, **changes)
-
-
-def group_input(ranks: int) -> TensorSpec:
-    """The handle of the group that a graph's collectives exchange over; in trials, of one that they are identity in."""
-    return TensorSpec("group", torch.int64, (1,), trial=lambda sizes: torch.tensor([handle_of(Loopback(ranks))]))
 
 
 def divide_outputs(module: nn.Module, names: tuple[str, ...], ranks: int) -> None:

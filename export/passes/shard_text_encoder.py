@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from export.graphs.graph import Graph, TensorSpec
+from export.graphs.group_input import group_input
 from export.graphs.text_encoder import EMBEDDING, LAYER, DecoderLayer, Embedding
-from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, group_input, sharded
+from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, sharded
 from plugins.ops.all_reduce import OP as ALL_REDUCE
 
 _BY_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from export.graphs.graph import Graph, TensorSpec
+from export.passes.shard_tensors import check_ranks
 
 ATTEND = "block.attend"
 
@@ -17,12 +18,11 @@ def share_heads(graph: Graph, heads: int, ranks: int) -> Graph:
     """The graph of one of so many ranks: that of `block.attend` has its share of `heads`, any other is as it is.
 
     Raises:
-        ValueError: the ranks do not divide the heads.
+        ShardError: the ranks do not divide the heads.
     """
-    if heads % ranks:
-        raise ValueError(f"ranks = {ranks}: must divide {heads} heads")
     if graph.name != ATTEND or ranks == 1:
         return graph
+    check_ranks(graph, ranks, {"attention heads": heads})
     return replace(
         graph,
         inputs=tuple(_narrowed(spec, ranks) if spec.shape[1:2] == (heads,) else spec for spec in graph.inputs),

@@ -67,8 +67,7 @@ def _to_heads(
     exchange: Group = group_of_ranks(group, ranks)
     rows, heads, _ = parts[0].shape
     _check_rows(len(sequence), rows, ranks)
-    if heads % ranks:
-        raise ValueError(f"ulysses_all_to_all: {heads} heads cannot be shared by {ranks} ranks; must be a multiple")
+    _check_heads(heads, ranks)
     found = exchange.to_heads(parts, len(sequence))
     # An operator's results share no memory.
     return tuple(part.contiguous() for part in found) if _apart(found) else tuple(part.clone() for part in found)
@@ -77,6 +76,11 @@ def _to_heads(
 def _apart(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether no two have the same storage."""
     return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def _check_heads(heads: int, ranks: int) -> None:
+    if ranks < 1 or heads % ranks:
+        raise ValueError(f"ulysses_all_to_all: {heads} heads cannot be shared by {ranks} ranks; must be a multiple")
 
 
 def _check_rows(rows: int, local: int, ranks: int) -> None:
@@ -178,7 +182,9 @@ PARTS = ("query", "key", "value")
 def _heads_shapes(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> list[list[Any]]:
     """[S, H / ranks, d] each; H and d are numbers when a plan is built."""
     *parts, sequence = inputs
-    return [[sequence[0], _known(part[1]) // attributes["ranks"], part[2]] for part in parts]
+    heads, ranks = _known(parts[0][1]), attributes["ranks"]
+    _check_heads(heads, ranks)
+    return [[sequence[0], heads // ranks, part[2]] for part in parts]
 
 
 def _rows_shapes(inputs: Sequence[Any], attributes: Mapping[str, Any]) -> list[list[Any]]:

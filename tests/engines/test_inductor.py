@@ -171,6 +171,7 @@ def test_a_handle_of_a_group_stays_on_the_host_of_a_program_for_a_device() -> No
     lowered = compiler.lower(program, torch.device("meta"))
     places = {n.name: n.meta["val"].device.type for n in lowered.graph.nodes if n.op == "placeholder"}
     assert places == {"x": "meta", "group": "cpu"}
+    assert [tensor.device.type for tensor in lowered.example_inputs[0]] == ["meta", "cpu"]
     assert compiler.census(lowered) == {"h3::all_reduce": 1}
 
 

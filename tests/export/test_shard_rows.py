@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAYOUTS
 from denoiser_checkpoint import DenoiserCheckpoint, denoiser_graphs, save, small_denoiser
 
 from engines.declaration import describe_graph
@@ -17,7 +16,9 @@ from export.compare import compare, draw
 from export.emit import emit
 from export.graphs.graph import Axis, Graph
 from export.passes.choose_attention import choose_attention
-from export.passes.shard_rows import ShardError, shard_rows
+from export.passes.shard_rows import shard_rows
+from export.passes.shard_tensors import ShardError
+from export.passes.share_heads import share_heads
 from export.trace import BoundModule
 from plugins.block_attention import BlockAttention
 from plugins.ranks import Group, handle_of
@@ -38,7 +39,7 @@ def graphs(denoisers: dict[str, DenoiserCheckpoint]) -> dict[str, Graph]:
 def gated_block(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     model = small_denoiser(seed=12, dtype=torch.bfloat16, gated=True)
     directory: Path = tmp_path_factory.mktemp("gated")
-    return denoiser_graphs(save(model, "native", LAYOUTS["native"], directory), torch.float32)["block"]
+    return denoiser_graphs(save(model, "native", "interleaved", directory), torch.float32)["block"]
 
 
 @pytest.mark.parametrize("name", ["prologue", "block", "epilogue"])
@@ -123,10 +124,11 @@ def test_graphs_of_other_numbers_of_ranks_are_told_apart(graphs: dict[str, Graph
 
 @pytest.mark.parametrize(("heads", "ranks", "nearest"), [(56, 5, 4), (56, 16, 14), (56, 57, 56)])
 def test_heads_that_cannot_be_dealt_are_refused(graphs: dict[str, Graph], heads: int, ranks: int, nearest: int) -> None:
-    with pytest.raises(
-        ShardError, match=f"{heads} attention heads cannot be dealt to {ranks} ranks; nearest that can: {nearest}"
-    ):
+    rule = f"ranks = {ranks}: must divide its {heads} attention heads; nearest legal: {nearest}"
+    with pytest.raises(ShardError, match=f"graph block: {rule}"):
         shard_rows(graphs["block"], ranks, heads)
+    with pytest.raises(ShardError, match=f"graph block.attend: {rule}"):
+        share_heads(graphs["block.attend"], heads, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 7, 8, 14, 28, 56])

@@ -19,7 +19,7 @@ from export.emit import emit
 from export.graphs.graph import Graph
 from export.passes.quantise_linears import quantise_linears
 from export.passes.shard_block import SEGMENTS, shard_block
-from export.passes.shard_tensors import ShardError
+from export.passes.shard_rows import ShardError
 from export.schemes import SCHEMES, SchemeName
 from export.sidecar import plan_sidecar
 from plugins.ranks import Loopback, handle_of
@@ -184,5 +184,5 @@ def test_a_weight_made_of_several_tensors_is_refused(dividable: dict[str, Denois
     finish = denoiser_graphs(dividable["native"], torch.float32)["block.finish"]
     name = "feed_forward.down.weight"
     joined = tuple(own | {name: Weight.concat([own[name].rows(0, 8), own[name].rows(8, 80)])} for own in finish.weights)
-    with pytest.raises(ShardError, match=f"graph block.finish: {name} is made of several stored tensors"):
+    with pytest.raises(ShardError, match=rf"graph block\.finish: {name} is made of several stored tensors"):
         shard_block(replace(finish, weights=joined), HEADS, 2)

@@ -62,6 +62,8 @@ def test_every_rank_reads_its_slices_and_no_others(
     mapped, first = MappedWeights([weight_file(file)]), Region(0, share.offset, share.shape, share.cut)
     assert first.cut is not None
     assert first.cut.ranks == ranks
+    with pytest.raises(ValueError, match=rf"rank {ranks}: {ranks} ranks divide the tensors"):
+        first.of_rank(ranks)
     name = WeightName("graph", "weight")
     for rank, part in enumerate(expected):
         region = first.of_rank(rank)

@@ -18,7 +18,7 @@ from export.emitted import Emitted
 from export.graphs import text_encoder
 from export.graphs.graph import Graph
 from export.passes.quantise_linears import quantise_linears
-from export.passes.shard_tensors import ShardError
+from export.passes.shard_rows import ShardError
 from export.passes.shard_text_encoder import shard_text_encoder
 from export.sidecar import plan_sidecar
 from tests.rank_parts import of_rank
@@ -144,7 +144,7 @@ def test_fp8_layers_are_divided_with_the_scales_of_the_whole(
 def test_ranks_that_do_not_divide_it_are_refused(graphs: tuple[Graph, Graph]) -> None:
     embedding, layer = graphs
     rule = "must divide its 16 query heads, 8 key and value heads, 64 inner channels; nearest legal: 8"
-    with pytest.raises(ShardError, match=f"graph text_encoder.layer: ranks = 16: {rule}"):
+    with pytest.raises(ShardError, match=rf"graph text_encoder\.layer: ranks = 16: {rule}"):
         shard_text_encoder(layer, 16, segmented=True)
-    with pytest.raises(ShardError, match="graph text_encoder.embedding: ranks = 5: must divide its 64 columns"):
+    with pytest.raises(ShardError, match=r"graph text_encoder\.embedding: ranks = 5: must divide its 64 columns"):
         shard_text_encoder(embedding, 5, segmented=False)

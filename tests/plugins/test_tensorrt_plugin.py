@@ -132,6 +132,21 @@ def test_a_plan_is_not_opened_without_ranks_to_exchange_with(op: Op, registered:
 
 
 @EXCHANGING
+def test_a_process_that_builds_plans_opens_them_to_look_at_them(op: Op, untouched: Any) -> None:
+    register(trt, op.name, building=True)
+    assert isinstance(make(untouched, op, phase=trt.TensorRTPhase.RUNTIME).exchange.group, Loopback)
+
+
+@EXCHANGING
+@pytest.mark.parametrize("ranks", [[2.5], [2, 4], []])
+def test_ranks_that_are_no_number_are_refused(op: Op, registered: Any, ranks: list[float]) -> None:
+    fields = trt.PluginFieldCollection([trt.PluginField("ranks", np.array(ranks), trt.PluginFieldType.FLOAT64)])
+    made = registered.get_creator(op.name, VERSION, DOMAIN)
+    with pytest.raises(PluginError, match=rf"plugin {op.name}: ranks = .*: must be one whole number"):
+        made.create_plugin(op.name, fields, trt.TensorRTPhase.BUILD)
+
+
+@EXCHANGING
 def test_a_plan_that_is_built_sends_to_itself(op: Op, registered: Any) -> None:
     group = make(registered, op).exchange.group
     assert isinstance(group, Loopback)
@@ -157,6 +172,9 @@ def test_exchanges_turn_rows_into_heads_and_heads_into_rows() -> None:
     part = [local, Size(56), width]
     assert heads.plugin_shapes([part, part, part, [whole]], {"ranks": 4}) == [[whole, 14, width]] * 3
     assert rows.plugin_shapes([[whole, Size(14), width], part], {"ranks": 4}) == [[local, 56, width]]
+    for ranks in (0, 5):
+        with pytest.raises(ValueError, match=f"56 heads cannot be shared by {ranks} ranks"):
+            heads.plugin_shapes([part, part, part, [whole]], {"ranks": ranks})
 
 
 def test_missing_attribute_is_named(registered: Any) -> None:

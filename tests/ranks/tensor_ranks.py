@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from engines.sessions.engine_set import EngineSet
 from engines.store import EngineStore
 from plugins.ranks import Group, ProcessGroup
-from runtime.encoder import TextEncoder
+from runtime.encoder import EMBEDDING, TextEncoder
+from runtime.encoder import LAYER as LAYERS
 from runtime.events import Cancellation, Reporter, Units
 
 TOKENS = torch.arange(3, 40) * 11
@@ -37,6 +39,24 @@ def encode_on_rank(rank: int, size: int, store: Path) -> dict[str, torch.Tensor]
     text = encode(EngineSet.open(opened), everyone())
     graphs = [name for name in opened.manifest.graphs if name.startswith("text_encoder")]
     return {"text": text, "bytes": torch.tensor(opened.manifest.bound_bytes(graphs))}
+
+
+class WithoutTable(EngineSet):
+    """A store's layers, under given rows in place of the token table's."""
+
+    def __init__(self, store: EngineStore, rank: int, rows: torch.Tensor) -> None:
+        super().__init__(store.of_rank(rank), [LAYERS], ["fl2va"])
+        self._columns = rows.chunk(store.manifest.profile.ranks.text_encoder, dim=1)[rank]
+
+    def run(self, graph: str, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        if graph == EMBEDDING:
+            return {"hidden": self._columns}
+        return super().run(graph, *arguments, **options)
+
+
+def compiled_on_rank(rank: int, size: int, store: Path, rows: Path) -> dict[str, torch.Tensor]:
+    """The conditioning of the rows of some tokens, by engines that sum over the ranks themselves."""
+    return {"text": encode(WithoutTable(EngineStore.open(store), rank, load_file(rows)["rows"]), everyone())}
 
 
 def block_on_rank(rank: int, size: int, store: Path, inputs: Path) -> dict[str, torch.Tensor]:

@@ -12,18 +12,27 @@ import pytest
 import torch
 
 from engines.profile import Ranks
+from engines.sessions.engine_set import EngineSet
+from engines.store import EngineStore
 from plugins.dimensions import VideoVAEDimensions
-from plugins.tiling import TILES_AHEAD
-from runtime.decode import DecodeTile, VideoPlan, decode_frames
-from runtime.events import Cancellation, Cancelled, Reporter
-from runtime.peers import Peers
+from plugins.tiling import TILES_AHEAD, used_tile
+from runtime.decode import DecodeError, DecodeTile, VideoPlan, decode_frames
+from runtime.events import Cancellation, Cancelled, Event, Reporter, ignore
+from runtime.peers import PeerFailed, Peers
+from runtime.pipeline import Pipeline, stage_graphs
+from runtime.text import Tokenizer
 from runtime.tile_shares import DEALER_THREAD, IN_FLIGHT, DealtTiles, TileFailed, TileGroup
 from tests.ranks.spawn import run_ranks
+from tests.ranks.stores import ranked_store
 
 DIMENSIONS = VideoVAEDimensions(latent_channels=24, latents_mean=(0.0,) * 24, latents_std=(1.0,) * 24)
 CANVASES = [(7, 256, 256), (12, 320, 256), (22, 272, 256), (12, 512, 320)]
 """Latent frames and pixels: of 1 tile, 4, 8 and 12."""
 EVERY = 4
+SMALL = {"width": 256, "height": 256, "aspect_ratio": "1:1", "duration": 4, "seed": 1}
+"""A request for 6 tiles."""
+RANKS = Ranks(ulysses=2, text_encoder=2, video_tiles=2)
+"""Of a store that the other tests use too."""
 
 
 def latents_of(frames: int, height: int, width: int) -> torch.Tensor:
@@ -62,7 +71,7 @@ def frames_of(
     if tiles.rank:
         tiles.serve(lambda number: plan.decode(latents, decode, number))
         return torch.empty(0)
-    with DealtTiles(tiles, plan.tiles, plan.tile_shape, latents.device) as order:
+    with DealtTiles(tiles, plan.tiles, used_tile(DIMENSIONS), latents.device) as order:
         before()
         given = (Reporter.silent(), cancellation or Cancellation(), order)
         return torch.cat([part.clone() for part in decode_frames(latents, decode, DIMENSIONS, *given)], dim=1)
@@ -176,3 +185,35 @@ def test_ranks_that_share_tiles_make_the_frames_of_one(tmp_path: Path) -> None:
             assert sum(int(found.get(f"{name} tiles", 0)) for found in results) == tiles, name
     # Nobody is left without work where there is enough.
     assert all(found[f"{EVERY} {CANVASES[-1]} tiles"] > 0 for found in results)
+
+
+def clip(rank: int, size: int, store: str) -> dict[str, torch.Tensor]:
+    """One output from its latents by two ranks' engines, beside what one process makes; then one that cannot be."""
+    engines = EngineSet.open(opened := EngineStore.open(store), graphs=stage_graphs(opened.manifest)["decode"])
+    ranks = opened.manifest.profile.ranks.serving(("decode",))
+    shared = Pipeline(engines, tokenizer := Tokenizer(opened.tokenizer_file), peers=Peers.join(ranks))
+    resolved = shared.take("A red fox.", SMALL).resolved
+    generator = torch.Generator().manual_seed(1)
+    shape = resolved.latent_frames, resolved.latent_height, resolved.latent_width
+    video = torch.randn(1, 24, *shape, generator=generator)
+    audio = torch.randn(1, 2, 32, resolved.audio_latents, generator=generator)
+    events: list[Event] = []
+    mp4 = shared.decode(resolved, video, audio, events.append, Cancellation())
+    with pytest.raises(DecodeError if rank == 0 else PeerFailed, match="waveform"):
+        shared.decode(resolved, video, audio * torch.nan, ignore, Cancellation())
+    cancelled = Cancellation()
+    cancelled.cancel()
+    with pytest.raises(Cancelled):
+        shared.decode(resolved, video, audio, ignore, cancelled if rank == 0 else Cancellation())
+    assert shared.decode(resolved, video, audio, ignore, Cancellation()) == mp4
+    if rank:
+        return {"bytes": torch.tensor(len(mp4))}
+    one = Pipeline(engines, tokenizer).decode(resolved, video, audio, ignore, Cancellation())
+    assert [event.index for event in events] == list(range(events[0].total + 1))
+    return {"bytes": torch.tensor(len(mp4)), "equal": torch.tensor(mp4 == one)}
+
+
+def test_a_clip_of_two_ranks_is_the_clip_of_one(store: Path, session_folder: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(clip, 2, tmp_path, str(ranked_store(store, session_folder, **dict(RANKS))))
+    assert first["equal"]
+    assert first["bytes"] > 0 == second["bytes"]

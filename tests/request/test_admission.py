@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engines.profile import Attention, Precision, Profile
 from engines.store import AxisRecord, EngineRecord, Manifest, TensorRecord
 from plugins.shape import Shape, legal_frames
-from runtime.admission import Estimate, Load, MemoryModel, canvases_like
+from runtime.admission import MARGIN, Estimate, Load, MemoryModel, canvases_like
 from runtime.condition_memory import EncoderSizes
 from runtime.media.facts import Facts
 from runtime.request import Limits, RequestError, Resolved, resolve
@@ -229,6 +229,31 @@ def test_chunks_of_rows_take_the_feed_forward_of_one_chunk() -> None:
     assert grown < whole.estimate(large).denoise - whole.estimate(small).denoise
 
 
+def test_ranks_hold_their_own_rows_and_what_they_exchange() -> None:
+    size = MINIATURE.denoiser
+    grown = {}
+    for ranks in (1, 2, 4):
+        model = dataclasses.replace(_model(GIB), ranks=ranks)
+        small, large = _load(256, 256, 107, text_rows=1), _load(256, 768, 107, text_rows=1)
+        assert not (large.rows - small.rows) % 4
+        grown[ranks] = model.estimate(large).denoise - model.estimate(small).denoise
+    rows, latents = large.rows - small.rows, 4 * (size.video_row + size.audio_channels)
+    # In float32, with the margin of a quarter. The state is on every rank.
+    row = 3 * size.hidden + 18 * size.inner
+    assert grown[2] == pytest.approx(1.25 * 4 * rows * (row / 2 + latents), abs=4000)
+    assert grown[4] == pytest.approx(1.25 * 4 * rows * (row / 4 + latents), abs=4000)
+    assert grown[4] < grown[2] < grown[1]
+
+
+def test_ranks_share_the_heads_whose_scores_attention_holds() -> None:
+    load = dataclasses.replace(_load(256, 512, 107), scores=5.4)
+    more = []
+    for ranks in (1, 2):
+        model = dataclasses.replace(_model(GIB), ranks=ranks)
+        more.append(model.estimate(load).denoise - model.estimate(dataclasses.replace(load, scores=0)).denoise)
+    assert more[0] == pytest.approx(2 * more[1], rel=1e-6)
+
+
 @settings(deadline=None)
 @given(_LOADS, st.integers(700, 6000))
 def test_what_is_said_to_fit_fits_and_the_next_larger_does_not(load: Load, mebibytes: int) -> None:
@@ -301,3 +326,10 @@ def test_canvases_of_a_shape_are_legal_and_keep_its_orientation(sides: tuple[int
     for width, height in canvases_like(32 * sides[0], 32 * sides[1]):
         assert resolve("a cat", {"aspect_ratio": "1:1", "width": width, "height": height}, RELEASED).width == width
         assert (width >= height) == (sides[0] >= sides[1]) or width == height
+
+
+def test_the_first_of_the_ranks_that_share_tiles_holds_those_of_the_others() -> None:
+    model, request = _model(64 * GIB), _request(size="256x256", duration=4)
+    alone, shared = (dataclasses.replace(model, tile_ranks=ranks).admit(request, text_rows=100) for ranks in (1, 2))
+    # Four of each rank, 22 frames of 256 x 256 pixels.
+    assert shared.decode - alone.decode == pytest.approx(MARGIN * 2 * 4 * 22 * 3 * 256 * 256 * 4, abs=2)

@@ -16,7 +16,7 @@ class EagerEncoder:
     device = torch.device("cpu")
 
     def __init__(self, model: Any, dimensions: Dimensions) -> None:
-        self.manifest = SimpleNamespace(dimensions=dimensions)
+        self.manifest = SimpleNamespace(dimensions=dimensions, graphs=("text_encoder.layer",))
         self._visual, self._language = model.model.visual, model.model.language_model
 
     def run(self, graph: str, inputs: dict[str, torch.Tensor], instance: int = 0) -> dict[str, torch.Tensor]:

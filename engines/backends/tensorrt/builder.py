@@ -177,7 +177,7 @@ def register_plugins(flavour: Flavour, request: PlanRequest) -> None:
 
     for name in sorted(set(request.expected.plugins)):
         try:
-            register(flavour.module, name)
+            register(flavour.module, name, building=True)
         except (PluginError, KeyError) as error:
             raise PlanError(f"graph {request.graph}: {error}") from error
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from triton_repo import allocation
+from runtime import allocation
 
 BLOCK, COUNT = 100_000, 400
 """Bytes of blocks that are too small to be mapped by themselves, and how many: 40 MB."""
@@ -14,7 +14,7 @@ BLOCK, COUNT = 100_000, 400
 PROGRAM = f"""
 import ctypes
 import psutil
-from triton_repo import allocation
+from runtime import allocation
 
 def resident():
     return psutil.Process().memory_info().rss
