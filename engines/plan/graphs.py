@@ -397,10 +397,16 @@ class Costs:
 
     @property
     def _exchange_buffers(self) -> float:
-        """Packed queries, keys, values and gates that are sent, and mixed values that are received."""
+        """What a block's exchanges take beside what it attends with.
+
+        Over a link two places of all that comes, in turns (`plugins.kernels.symmetric_exchange`), one of which it
+        attends with. Else what is packed and sent, and mixed values as they come.
+        """
+        device = self.weighing.profile.device
         if self._ulysses == 1:
             return 0
-        return self._exchanged_heads * self.rows.local * self._size.inner * Widths.of(self._denoiser).item
+        places = self._exchanged_heads + (1 if device is not None and device.peer_gbps else 0)
+        return places * self.rows.local * self._size.inner * Widths.of(self._denoiser).item
 
     @property
     def _exchanged(self) -> float:
