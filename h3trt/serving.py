@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ def running_server(
 
     Raises StoreError and ServerError.
     """
-    from triton_repo.control import read_metrics
+    from triton_repo.control import UNREACHABLE, read_metrics
     from triton_repo.names import PUBLIC_MODELS
     from triton_repo.repository import render
     from triton_repo.server import ServerSettings
@@ -60,8 +60,10 @@ def running_server(
             logged = _print_json if log_json else (lambda line: None)
             server = running.enter_context(Watchdog(settings, state, policy, loaded, console.heading, logged))
         console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
-        for line in _ranks(read_metrics(server.endpoints.metrics)):
-            console.heading(line)
+        # One that is lost meanwhile is the watchdog's business.
+        with suppress(*UNREACHABLE):
+            for line in _ranks(read_metrics(server.endpoints.metrics)):
+                console.heading(line)
         yield server
 
 

@@ -74,7 +74,7 @@ def _parsed(text: bytes) -> tuple[Mapping[str, Any], list[int]]:
     try:
         whole = json.loads(text)
         header, lengths = whole["header"], whole["parts"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FrameError("header: must be JSON with parts and header") from error
     if not isinstance(header, dict) or not isinstance(lengths, list):
         raise FrameError("header: must have an object as header and a list as parts")

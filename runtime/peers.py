@@ -20,10 +20,8 @@ import torch.distributed as dist
 from engines.profile import ONE_RANK, Ranks
 from plugins.ranks import Group, ProcessGroup
 from runtime.events import Cancellation, Cancelled
+from runtime.frames import MOST_BYTES
 from runtime.tile_shares import TileGroup
-
-MOST_BYTES = 1 << 30
-"""A message's size that is refused beyond: the largest request's rows take a tenth of it."""
 
 PATIENCE = timedelta(days=365)
 """A rank waits for the next request as long as it takes. One that has died closes its connections; one that stands
@@ -71,7 +69,7 @@ class Channel:
 
     def tensors(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Rank 0's tensors by name, on the CPU of every rank."""
-        sent = safetensors.torch.save(_portable(named)) if self.rank == 0 else b""
+        sent = portable(named) if self.rank == 0 else b""
         return safetensors.torch.load(self.broadcast(sent))
 
 
@@ -188,9 +186,11 @@ def _check(outcome: dict[str, Any]) -> None:
         raise PeerFailed(f"rank 0: {outcome['failed']}")
 
 
-def _portable(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def portable(named: Mapping[str, torch.Tensor]) -> bytes:
+    """Tensors by name as safetensors has them."""
     # Copies: safetensors refuses tensors that share memory.
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
+    return safetensors.torch.save(copies)
 
 
 def _first(count: int, kind: Callable[[dist.ProcessGroup], _T], backend: str = GLOO) -> _T | None:

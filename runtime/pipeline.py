@@ -39,6 +39,7 @@ from runtime.mux import Deliver, MediaOptions, Mp4Writer
 from runtime.packing import Condition, Layout, layout, patchify_video, unpack_audio, unpatchify_video
 from runtime.peers import Peers
 from runtime.picture_tensors import from_tensors, to_tensors
+from runtime.presentation import Presentation
 from runtime.reference_pixels import ReferencePixels
 from runtime.refusal import RequestError
 from runtime.request import Media, Resolved
@@ -174,6 +175,10 @@ class Pipeline:
     ) -> Taken:
         """A request whose parts came over the wire: tokens and tags [L], and its files. Raises RequestError."""
         return self._intake.retake(resolved, tokens, tags, media)
+
+    def present(self, resolved: Resolved) -> Presentation:
+        """What the text encoder reads of a request. Raises RequestError."""
+        return self._intake.present(resolved)
 
     def encode(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Encoded:
         """What the denoiser is conditioned on. Raises Cancelled, and RequestError for files that do not decode."""

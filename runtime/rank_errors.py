@@ -9,11 +9,13 @@ LOST = "lost: "
 class RankLost(Exception):
     """A rank has died, hangs or could not be started, and with it the request; the same request may be sent again.
 
-    The group is started anew meanwhile. The text says which rank, and what is known of how.
+    The group is started anew meanwhile. The text says which rank, and what is known of how; `public` is it without what
+    the rank itself has said, which may tell of the server's insides.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(f"{LOST}{message}")
+    def __init__(self, message: str, said: str = "") -> None:
+        self.public = f"{LOST}{message}"
+        super().__init__(f"{self.public}: {said}" if said else self.public)
 
 
 class GroupError(Exception):

@@ -71,8 +71,7 @@ class RankProcess:
             return ""
         # What it said before is still to be read.
         self._reader.join(POLL_SECONDS)
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return how + (f": {self.failure}" if self.failure else "")
+        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     @property
     def killed(self) -> bool:
@@ -107,8 +106,9 @@ class RankProcess:
         except OSError:
             # The other end has gone with what it had not read yet.
             pass
-        # One that cannot be talked with is of no use.
-        self._process.kill()
+        finally:
+            # One that cannot be talked with is of no use.
+            self._process.kill()
 
     def _take(self, frame: Frame) -> None:
         header = frame.header

@@ -1,14 +1,14 @@
 """What the ranks of an engine store do: the stages of a pipeline as commands, and how these and answers look.
 
 Every rank does each command with the same pipeline calls. A command's header has `do`, the stage or `generate`, and
-`resolved`, the request; its parts are tensors (safetensors) and the request's files.
+`resolved`, the request; its parts are tensors (safetensors), or the request's files.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
@@ -21,16 +21,14 @@ from runtime.condition_cache import ConditionCache
 from runtime.events import Cancellation, Event
 from runtime.frames import Frame
 from runtime.intake import Taken
-from runtime.peers import Peers
-from runtime.pipeline import STAGES, Encoded, Pipeline, PipelineStage, Progress
+from runtime.peers import Peers, portable
+from runtime.pipeline import LATENTS, STAGES, Encoded, Pipeline, PipelineStage, Progress
 from runtime.rank_worker import Send
 
 NCCL = "nccl"
 """Torch's collectives between GPUs."""
 
-ENCODED = ("text", "tags", "condition_video", "condition_audio")
-LATENTS = ("video", "audio")
-TOKENS = ("tokens", "tags")
+ENCODED = tuple(field.name for field in fields(Encoded))
 
 
 def _joined(ranks: Ranks, on_gpu: bool) -> Peers:
@@ -45,9 +43,7 @@ def _joined(ranks: Ranks, on_gpu: bool) -> Peers:
 
 def packed(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bytes:
     """Tensors under these names as one part."""
-    named = zip(names, tensors, strict=True)
-    # Copies: safetensors refuses tensors that share memory.
-    return safetensors.torch.save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named})
+    return portable(dict(zip(names, tensors, strict=True)))
 
 
 def unpacked(names: Sequence[str], part: bytes) -> list[torch.Tensor]:
@@ -118,6 +114,6 @@ class PipelineService:
         return Frame({})
 
     def _taken(self, command: Frame) -> Taken:
-        tokens, tags = unpacked(TOKENS, command.parts[0])
+        # The server has admitted it to its memory; that of other machines' ranks may be another.
         resolved = self._pipeline.restore(command.header["resolved"])
-        return self._pipeline.retake(resolved, tokens.numpy(), tags.numpy(), command.parts[1:])
+        return Taken(resolved, self._pipeline.present(resolved), command.parts, command.header["memory_bytes"])

@@ -105,7 +105,8 @@ class Link:
                     self.commands.put(frame)
         except (OSError, ValueError):
             traceback.print_exc()
-        os._exit(1)
+        finally:
+            os._exit(1)
 
     def _beat(self) -> None:
         pause = threading.Event()
@@ -132,10 +133,12 @@ def where(frame: FrameType | None) -> tuple[str, bool]:
 
 def work(place: Place, open_service: Open) -> None:
     """A rank's whole life. Returns never; ends the process with status 1 after what is no refusal of a request."""
+    # Ctrl-C in a terminal reaches all processes of the foreground, as a supervisor's SIGTERM may: a server then still
+    # serves what it has accepted, and ends its ranks itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if place.parent:
         die_with(place.parent)
-    # Ctrl-C in a terminal reaches all processes of the foreground; the server ends its ranks itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     see_one_gpu(place.local, os.environ)
     logging.basicConfig(format=f"rank {place.rank}: %(message)s")
     # How ranks exchange, and why.
@@ -157,11 +160,11 @@ def work(place: Place, open_service: Open) -> None:
 def _serve(place: Place, link: Link, open_service: Open) -> None:
     import torch.distributed as dist
 
-    from runtime.peers import Channel
+    from runtime.peers import GLOO, PATIENCE, Channel
 
     _meet(place)
     service = open_service()
-    control = Channel(dist.new_group(timeout=timedelta(days=365), backend="gloo"))
+    control = Channel(dist.new_group(timeout=PATIENCE, backend=GLOO))
     facts = _gathered(control, service.facts())
     link.send(Frame({"ready": facts}))
     while True:

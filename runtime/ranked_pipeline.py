@@ -21,9 +21,9 @@ from runtime.events import Cancellation, Cancelled, Event
 from runtime.frames import Frame
 from runtime.intake import Files, Intake, Taken
 from runtime.media.source import MediaPolicy
-from runtime.pipeline import STAGES, Encoded, Latents, Pieces, Pipeline, PipelineStage, Progress
+from runtime.pipeline import LATENTS, STAGES, Encoded, Latents, Pieces, Pipeline, PipelineStage, Progress
 from runtime.rank_place import Meeting
-from runtime.rank_service import ENCODED, LATENTS, TOKENS, packed, unpacked
+from runtime.rank_service import ENCODED, packed, unpacked
 from runtime.ranks import DEFAULT_STALL_SECONDS, GroupSettings, RankGroup
 from runtime.refusal import MISSING, RequestError
 from runtime.request import Resolved
@@ -88,7 +88,7 @@ class RankedPipeline:
 
     def encode(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Encoded:
         """What the denoiser is conditioned on. Raises Cancelled, and RequestError for files that do not decode."""
-        (end,) = self._run("encode", taken.resolved, _parts(taken), progress, cancellation)
+        (end,) = self._of_taken("encode", taken, progress, cancellation)
         return Encoded(*unpacked(ENCODED, end.parts[0]))
 
     def denoise(
@@ -129,12 +129,15 @@ class RankedPipeline:
         pieces: is given each MP4 also while it is made: a fragmented one fragment by fragment, another in one piece.
         """
         made: list[bytes] = []
-        for frame in self._run("generate", taken.resolved, _parts(taken), progress, cancellation):
+        for frame in self._of_taken("generate", taken, progress, cancellation):
             # Only now: who has the last clip may have no more to be asked for its cancellation (Triton crashes then).
             yield from made
             made = [frame.parts[0]] if "clip" in frame.header else []
             if "piece" in frame.header:
                 pieces(frame.header["piece"], frame.parts[0])
+
+    def _of_taken(self, do: str, taken: Taken, progress: Progress, cancellation: Cancellation) -> Iterator[Frame]:
+        return self._run(do, taken.resolved, taken.media, progress, cancellation, memory_bytes=taken.memory_bytes)
 
     def _run(
         self,
@@ -143,9 +146,10 @@ class RankedPipeline:
         parts: Sequence[bytes],
         progress: Progress,
         cancellation: Cancellation,
+        **further: Any,
     ) -> Iterator[Frame]:
         """What comes back beside progress, to the end, if that is a good one."""
-        header = {"do": do, "resolved": resolved.model_dump_json()}
+        header = {"do": do, "resolved": resolved.model_dump_json(), **further}
         for frame in self._group.run(header, parts, cancellation):
             if "event" in frame.header:
                 progress(Event.from_json(frame.header["event"]))
@@ -192,17 +196,13 @@ def open_pipeline(
 def _program(store: Path, stages: Collection[PipelineStage], condition_cache: int) -> tuple[str, ...]:
     chosen = ",".join(stage for stage in STAGES if stage in stages)
     options = ("--store", str(store.resolve()), "--stages", chosen, "--condition-cache", str(condition_cache))
-    return ("-m", "runtime.rank_worker", *options)
+    # -P: whatever lies in the folder that the server was started in is not imported.
+    return ("-P", "-m", "runtime.rank_worker", *options)
 
 
 def _port_offset(stages: Collection[PipelineStage]) -> int:
     """A port of its own for each of a server's groups: that of all stages, and behind it those of one."""
     return 0 if len(stages) > 1 else 1 + STAGES.index(next(iter(stages)))
-
-
-def _parts(taken: Taken) -> list[bytes]:
-    tokens = [torch.from_numpy(array) for array in (taken.presented.token_ids, taken.presented.tags)]
-    return [packed(TOKENS, tokens), *taken.media]
 
 
 def _raise(header: Mapping[str, Any]) -> None:

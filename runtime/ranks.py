@@ -23,12 +23,12 @@ from runtime.events import Cancellation, Cancelled
 from runtime.frames import Frame
 from runtime.rank_errors import GroupError, RankLost
 from runtime.rank_place import Meeting, Place
-from runtime.rank_process import RankProcess
-
-POLL_SECONDS = 0.1
+from runtime.rank_process import POLL_SECONDS, RankProcess
 
 DEFAULT_STALL_SECONDS = 600.0
 """Less than what a server's watchdog waits, which starts all of it again."""
+
+CLOSED = "the group has been closed"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RankGroup:
         self._one_at_a_time = threading.Lock()
         self._closing = threading.Event()
         self._life: _Life | None = None
-        self._failure: Exception = RankLost("the group has been closed")
+        self._failure: Exception = RankLost(CLOSED)
         self._failures = 0
         """Starts that did not succeed."""
         self._starts = 0
@@ -126,7 +126,8 @@ class RankGroup:
     def facts(self) -> Mapping[str, list[int]]:
         """What the ranks of the running group say of themselves: each number of all ranks, in their order."""
         life = self._life
-        return (life.processes[0].facts or {}) if life is not None else {}
+        first = life.processes[:1] if life is not None else []
+        return {name: numbers for process in first for name, numbers in (process.facts or {}).items()}
 
     def run(
         self, header: Mapping[str, Any], parts: Sequence[bytes], cancellation: Cancellation
@@ -148,7 +149,7 @@ class RankGroup:
             before = self._failures
             while self._life is None or self._life.lost:
                 if self._failures > before or not self._keeper.is_alive():
-                    raise self._failure
+                    raise self._failure.with_traceback(None)
                 if cancellation.cancelled:
                     raise Cancelled("cancelled before its ranks were ready")
                 self._changed.wait(POLL_SECONDS)
@@ -157,28 +158,29 @@ class RankGroup:
     def _keep(self) -> None:
         attempt = 0
         while not self._closing.is_set():
-            life, began = _Life(self._settings), time.monotonic()
+            life, served = _Life(self._settings), 0.0
             try:
-                self._live(life)
-            except GroupError as error:
+                served = self._live(life)
+            except (GroupError, RankLost) as error:
                 self._fail(error)
             finally:
                 life.end()
-            attempt = 1 if self._starts and time.monotonic() - began > self._settings.steady else attempt + 1
+            attempt = 1 if served > self._settings.steady else attempt + 1
             self._closing.wait(self._settings.delay(attempt))
 
-    def _live(self, life: _Life) -> None:
-        """One life of the group, to its end. Raises GroupError when it cannot begin."""
+    def _live(self, life: _Life) -> float:
+        """One life of the group, to its end: for how many seconds it was ready. Raises GroupError and RankLost."""
         began = time.monotonic()
         life.begin()
         self._watch(life, lambda: life.ready)
+        if life.lost:
+            raise life.error()
         if not life.ready:
-            if life.lost:
-                self._fail(life.error())
-            return
+            return 0.0
+        ready = time.monotonic()
         self._starts += 1
         if self._starts > 1:
-            self._told(f"ready again after {time.monotonic() - began:.1f} s")
+            self._told(f"ready again after {ready - began:.1f} s")
         with self._changed:
             self._life = life
             self._changed.notify_all()
@@ -187,8 +189,9 @@ class RankGroup:
         life.end()
         with self._changed:
             self._life = None
-        if life.lost:
+        if not self._closing.is_set():
             self._told(str(life.error()))
+        return time.monotonic() - ready
 
     def _watch(self, life: _Life, until: Callable[[], bool]) -> None:
         """Until then, or it is lost, or the group is to be closed."""
@@ -212,18 +215,29 @@ class _Life:
         self.processes: list[RankProcess] = []
         self.lost = ""
         """Why it is at its end."""
-        self._setting = False
+        self._said, self._setting = "", False
+        """What the rank that was lost has said of it, and whether starting it again does not mend that."""
         self._answers: queue.Queue[Frame | None] = queue.Queue()
         """None is the end of the group."""
         self._began = time.monotonic()
         self._command: int | None = None
+        """The one whose answer has not been taken."""
+        self._works = False
+        """Whether the ranks have not ended it."""
 
     @property
     def ready(self) -> bool:
         return all(process.facts is not None for process in self.processes)
 
     def begin(self) -> None:
-        """Starts the processes. Raises GroupError for a port that is taken."""
+        """Starts the processes. Raises GroupError for a port that is taken, and RankLost where there is no room."""
+        try:
+            self._begin()
+        except (OSError, RuntimeError) as error:
+            # No more processes, threads or files, which may be over when it is tried again.
+            raise RankLost("the ranks could not be started", str(error)) from error
+
+    def _begin(self) -> None:
         settings, meeting = self._settings, self._settings.meeting
         with ExitStack() as ours:
             listener = ours.enter_context(_listener(meeting))
@@ -244,7 +258,7 @@ class _Life:
                 )
                 environment = {**settings.environment, **place.environment(settings.local, settings.threads)}
                 inherited = [theirs.fileno(), *([listener.fileno()] if first else [])]
-                heard = self._answers.put if first else _ignore
+                heard = self._hear if first else _ignore
                 self.processes.append(RankProcess(rank, settings.program, environment, inherited, line, heard))
 
     def watch(self) -> None:
@@ -254,7 +268,7 @@ class _Life:
             time.sleep(POLL_SECONDS)
             ended = [process for process in self.processes if process.ended]
             first = min(ended, key=lambda process: (not process.killed, process.failed))
-            self._setting = first.setting
+            self._said, self._setting = first.failure, first.setting
             self.lost = f"rank {first.rank} {first.ended}"
         else:
             self.lost = self._silent() or self._still()
@@ -268,7 +282,7 @@ class _Life:
     def _still(self) -> str:
         """Which ranks have a command and do not get on with it; empty: none of them."""
         still = time.monotonic() - max(self._began, *(process.moved for process in self.processes))
-        if self._command is None or still <= self._settings.stall:
+        if not self._works or still <= self._settings.stall:
             return ""
         # Who waits for another is not the one that hangs.
         held = [process for process in self.processes if not process.waits] or self.processes
@@ -277,7 +291,7 @@ class _Life:
 
     def run(self, command: Frame, cancellation: Cancellation) -> Generator[Frame, None, None]:
         """The answer to a command."""
-        self._began, self._command = time.monotonic(), command.header["number"]
+        self._began, self._command, self._works = time.monotonic(), command.header["number"], True
         try:
             self._send(command)
             yield from self._answer(cancellation)
@@ -285,10 +299,11 @@ class _Life:
             # An answer that nobody wants any more: what is left of it is not the next one's.
             if self._command is not None and not self.lost:
                 deque(self._answer(_CANCELLED), maxlen=0)
-            self._command = None
+            self._command, self._works = None, False
 
     def end(self) -> None:
         """Ends all processes, at once and together."""
+        self.lost = self.lost or CLOSED
         for process in self.processes:
             process.kill()
         self.processes = []
@@ -296,7 +311,12 @@ class _Life:
 
     def error(self) -> Exception:
         """How it was lost, for whoever asked something of it."""
-        return GroupError(self.lost) if self._setting else RankLost(self.lost)
+        return GroupError(f"{self.lost}: {self._said}") if self._setting else RankLost(self.lost, self._said)
+
+    def _hear(self, frame: Frame) -> None:
+        """A message of rank 0; whoever asked may take it later."""
+        self._works = self._works and "end" not in frame.header
+        self._answers.put(frame)
 
     def _answer(self, cancellation: Cancellation) -> Generator[Frame, None, None]:
         """What comes to the end of the answer."""

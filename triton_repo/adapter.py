@@ -183,17 +183,18 @@ class Work:
         if isinstance(error, Cancelled):
             return self._refusal("cancelled", error, pb_utils.TritonError.CANCELLED)
         if isinstance(error, RankLost):
-            return self._refusal("lost", error, pb_utils.TritonError.UNAVAILABLE)
+            return self._refusal("lost", error, pb_utils.TritonError.UNAVAILABLE, error.public)
         self._outcome = "failed"
         incident = secrets.token_hex(4)
         self._log.error("incident", error, incident=incident)
         message = f"{self._model} failed with {type(error).__name__}; the server's log has the details under {incident}"
         return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
 
-    def _refusal(self, outcome: str, error: Exception, code: int) -> pb_utils.TritonError:
+    def _refusal(self, outcome: str, error: Exception, code: int, told: str = "") -> pb_utils.TritonError:
+        """told: to the client, where that is not all of it."""
         self._outcome = outcome
         self._log.info(outcome, reason=str(error))
-        return pb_utils.TritonError(str(error), code)
+        return pb_utils.TritonError(told or str(error), code)
 
     def end(self) -> Mapping[WorkAmount, float]:
         """Publishes the outcome; seconds of the work that is done if the request was answered."""

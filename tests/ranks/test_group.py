@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from runtime import frames
@@ -134,10 +135,77 @@ def test_a_rank_that_is_lost_is_named_and_the_next_command_works(watched: Watche
     if wrong == "sleep":
         assert "rank 1 (at " in str(lost.value)
         assert "rank 0" not in str(lost.value), "rank 0 waits for the other, and does not hang"
+    # What it said of itself is for the log, and not for clients.
+    public = lost.value.public
+    assert (str(lost.value).startswith(public), "out of luck" in public, "no message" in public) == (True, False, False)
     assert gone(before)
     watched.check_next()
     assert watched.group.restarts == restarts + 1
     assert str(lost.value) in watched.told
+
+
+def test_strangers_reach_no_rank_from_elsewhere_and_cost_nothing(watched: Watched) -> None:
+    """Where ranks meet, and where gloo's connections begin, any process of this machine can knock."""
+    before = watched.group.pids
+    listening = [
+        one.laddr
+        for pid in before
+        for one in psutil.Process(pid).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    for address in listening:
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" * 4096):
+            with suppress(OSError), socket.create_connection(address, timeout=5) as stranger:
+                stranger.sendall(said)
+    watched.check_next()
+    assert watched.group.pids == before
+
+
+def test_ranks_of_a_server_are_ended_by_it_alone(watched: Watched) -> None:
+    """A signal to all processes of a server, which serves what it has accepted then, ends none of them."""
+    before = watched.group.pids
+    for pid in before:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    watched.check_next()
+    assert watched.group.pids == before
+
+
+def test_an_answer_that_is_taken_late_is_no_rank_that_hangs(watched: Watched) -> None:
+    before = watched.group.pids
+    with closing(watched.group.run({"units": 1}, (), Cancellation())) as answer:
+        next(answer)
+        time.sleep(STALL_SECONDS + 0.5)
+        assert list(answer)[-1].header["end"] == "done"
+    assert watched.group.pids == before
+
+
+def test_a_start_for_which_there_is_no_room_is_tried_again(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr("runtime.ranks.RankProcess", _no_room)
+        os.kill(watched.group.pids[0], signal.SIGKILL)
+        assert within(60, lambda: lost(watched) == "lost: the ranks could not be started: no more processes")
+    assert within(60, lambda: lost(watched) == "")
+    watched.check_next()
+
+
+def _no_room(*arguments: object) -> None:
+    raise BlockingIOError("no more processes")
+
+
+def test_closing_a_group_ends_what_waits_for_it(tmp_path: Path) -> None:
+    group = RankGroup(settings(tmp_path)).start()
+    answer = group.run({"units": UNITS, "pause": PAUSE}, (), Cancellation())
+    next(answer)
+    pids = group.pids
+    group.close()
+    with pytest.raises(RankLost, match="lost: the group has been closed"):
+        list(answer)
+    with pytest.raises(RankLost, match="lost: the group has been closed"):
+        list(group.run({"units": 1}, (), Cancellation()))
+    assert gone(pids)
 
 
 def test_ranks_that_end_a_command_differently_are_out_of_step_and_lost(watched: Watched) -> None:

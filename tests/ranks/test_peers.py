@@ -10,7 +10,8 @@ import torch
 
 from engines.profile import Ranks
 from runtime.events import Cancellation, Cancelled
-from runtime.peers import MOST_BYTES, PeerFailed, Peers
+from runtime.frames import MOST_BYTES
+from runtime.peers import PeerFailed, Peers
 from tests.ranks.spawn import RanksFailed, run_ranks
 
 RANKS = Ranks(ulysses=4, text_encoder=2, video_tiles=1)
