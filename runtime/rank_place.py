@@ -126,8 +126,8 @@ def see_one_gpu(local: int, environment: MutableMapping[str, str]) -> None:
     """Leaves a process the GPU of its number among those that it may use; before CUDA starts."""
     # In every process it is then number 0, which torch's symmetric memory takes for one that several ranks share.
     environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    visible = [one for one in environment.get(_GPUS, "").split(",") if one]
-    environment[_GPUS] = visible[local] if local < len(visible) else str(local) if not visible else ""
+    visible = environment[_GPUS].split(",") if _GPUS in environment else list(map(str, range(local + 1)))
+    environment[_GPUS] = visible[local] if local < len(visible) else ""
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

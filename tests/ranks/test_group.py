@@ -23,7 +23,7 @@ from runtime import frames
 from runtime.events import Cancellation
 from runtime.frames import MOST_BYTES, MOST_HEADER_BYTES, MOST_PARTS, Frame, FrameError
 from runtime.rank_errors import GroupError, RankLost
-from runtime.rank_place import Meeting, Place
+from runtime.rank_place import Meeting, Place, see_one_gpu
 from runtime.ranks import GroupSettings, RankGroup
 from tests.ranks.processes import runs
 
@@ -316,6 +316,15 @@ def test_a_rank_of_another_machine_counts_from_the_ranks_before_it() -> None:
     assert (place.rank, place.size, place.local, place.address, place.port) == (3, 4, 1, "10.0.0.1", 29500)
     with pytest.raises(GroupError, match="rank 4: must be below 4"):
         Place.of(torchrun, first=3, size=4, meet="10.0.0.1:29500")
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, "1"), ("4,6", "6"), ("GPU-a,GPU-b", "GPU-b"), ("4", ""), ("", "")]
+)
+def test_a_rank_sees_the_gpu_of_its_number_among_those_that_it_may_see(visible: str | None, seen: str) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    see_one_gpu(1, environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == seen
 
 
 @pytest.fixture
