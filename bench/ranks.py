@@ -16,12 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.rank_place import NO_MULTICAST, see_one_gpu
+
 Measurement = Callable[[int, torch.device, Path], dict[str, Any]]
 """What a rank does: its number, its GPU, and a folder that all ranks see; returns what JSON can hold."""
-
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
-"""Collectives without NVLink multicast, which needs more of a host than every one has."""
-
 
 PAUSE = 4_000_000
 """Cycles of a GPU, some 2 ms."""
@@ -94,7 +92,7 @@ def _watch(processes: Sequence[BaseProcess], end: float) -> None:
 def _rank(run: Measurement, rank: int, ranks: int, port: int, folder: Path, alone: bool) -> None:
     os.environ.update(NO_MULTICAST)
     if alone:  # nothing has asked for a GPU yet in this process
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        see_one_gpu(rank, os.environ)
     logging.basicConfig(level=logging.INFO)
     device = torch.device("cuda", 0 if alone else rank)
     torch.cuda.set_device(device)

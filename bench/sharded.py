@@ -52,9 +52,6 @@ PROFILE = "h200_inductor"
 
 ROWS = (37_760, 73_920)
 
-ROW_MULTIPLE = 64
-"""Rows of a rank are a multiple of that many, so the last rank may end in padding."""
-
 ROUNDS = 7
 
 _PEAKED = 2.5
@@ -124,7 +121,7 @@ class _Case:
     ) -> None:
         self._narrow, self._wide, self._engines = narrow, wide, engines
         self._inputs, self._group, self._total = inputs, group, len(inputs[0])
-        local = -(-self._total // (RANKS * ROW_MULTIPLE)) * ROW_MULTIPLE
+        local = _wanted(RANKS).profile.local_rows(self._total)
         self._mine = slice(group.rank * local, min((group.rank + 1) * local, self._total))
         self._own = _padded(inputs, self._mine, local)
 

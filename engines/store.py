@@ -518,8 +518,9 @@ class EngineStore:
             return all(spec.shape[1] * ranks == dimensions.denoiser.heads for spec in attend.inputs[:3])
         if stage == "text_encoder" and "text_encoder.layer.attend" in graphs:
             return graphs["text_encoder.embedding"].outputs[0].shape[1] * ranks == dimensions.text_encoder.hidden
-        part = "text_encoder." if stage == "text_encoder" else "block"
-        return any(sum(engine.exchanges) for name, engine in graphs.items() if name.startswith(part))
+        part = "text_encoder.layer" if stage == "text_encoder" else "block"
+        found = [sum(engine.exchanges) for name, engine in graphs.items() if name.startswith(part)]
+        return bool(found) and all(found)
 
     def _verify_gpus(self) -> None:
         """Every GPU that the profile uses must be of a compute capability that every plan was built for."""

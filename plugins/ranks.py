@@ -8,7 +8,7 @@ leave their rank: what attention reads has the sequence's rows and no others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,14 @@ class ProcessGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def communicator(self) -> int:
-        """Address of NCCL's communicator of the group on this process' GPU.
+        """Address of NCCL's communicator of the group on this process' GPU; all ranks ask for it together.
 
         Raises:
             RuntimeError: the group has no such thing; gloo's has none.
         """
-        address: int = self._group._get_backend(torch.device("cuda"))._comm_ptr()  # type: ignore[attr-defined]
-        return address
+        backend: Any = self._group._get_backend(torch.device("cuda"))
+        self.gather_rows(torch.zeros(1, device="cuda"), self.size)  # there is none before the first collective
+        return int(backend._comm_ptr())
 
     def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
         """All `rows` of this rank's heads, [rows, H / size, d] each."""

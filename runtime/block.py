@@ -125,18 +125,23 @@ class SegmentedBlocks:
 
     def _attend(self) -> torch.Tensor:
         """Mixed values [S, heads * head_dim] of the rows here, once they have attended to all of the sequence's."""
-        heads = self._heads
-        if self._sharing:
-            group, rows = self._sharing.group, self._sharing.rows
-            heads = dict(zip(heads, group.to_heads(list(heads.values()), rows), strict=True))
-        attend = self._attention.graph("block.attend")
-        outputs = self._run(attend, {**heads, **self._attention.inputs}, outputs={"mixed": self._mixed})
+        # What came from other ranks is let go of before the next exchange, which needs as much.
+        inputs = {**self._all_rows(), **self._attention.inputs}
+        outputs = self._run(self._attention.graph("block.attend"), inputs, outputs={"mixed": self._mixed})
+        del inputs
         self._attention.count(outputs)
         if not self._sharing:
             return self._mixed
         here = next(iter(self._heads.values()))
         local, _, head_dim = here.shape
-        return group.to_rows(self._mixed.unflatten(1, (-1, head_dim)), local).flatten(1)
+        return self._sharing.group.to_rows(self._mixed.unflatten(1, (-1, head_dim)), local).flatten(1)
+
+    def _all_rows(self) -> dict[str, torch.Tensor]:
+        """What attention reads: all of the sequence's rows, of this rank's heads."""
+        if not self._sharing:
+            return self._heads
+        group, rows = self._sharing.group, self._sharing.rows
+        return dict(zip(self._heads, group.to_heads(list(self._heads.values()), rows), strict=True))
 
     def _project(self, index: int, chunk: slice, hidden: torch.Tensor, table: torch.Tensor) -> None:
         rows = {name: tensor[chunk] for name, tensor in self._rows.items()}

@@ -24,6 +24,9 @@ LISTENER_VARIABLE = "H3TRT_RANK_LISTENER"
 PARENT_VARIABLE = "H3TRT_RANK_PARENT"
 """Process id of that server."""
 
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
+"""NCCL without NVLink multicast, which needs more of a host than every one has. What an operator has set stays."""
+
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _PR_SET_PDEATHSIG = 1
 
@@ -123,7 +126,9 @@ def die_with(parent: int) -> None:
 
 
 def see_one_gpu(local: int, environment: MutableMapping[str, str]) -> None:
-    """Leaves a process the GPU of its number among those that it may use; before CUDA starts."""
+    """Leaves a process the GPU of its number among those that it may use; before CUDA and NCCL start."""
+    for name, value in NO_MULTICAST.items():
+        environment.setdefault(name, value)
     # In every process it is then number 0, which torch's symmetric memory takes for one that several ranks share.
     environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     visible = environment[_GPUS].split(",") if _GPUS in environment else list(map(str, range(local + 1)))

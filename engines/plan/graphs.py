@@ -399,13 +399,17 @@ class Costs:
     def _exchange_buffers(self) -> float:
         """What a block's exchanges take beside what it attends with.
 
-        Over a link two places of all that comes, in turns (`plugins.kernels.symmetric_exchange`), one of which it
-        attends with. Else what is packed and sent, and mixed values as they come.
+        Over a link two places of all that comes, in turns (`plugins.kernels.symmetric_exchange`): it attends with one
+        of queries, keys and values, or, as a plugin of a TensorRT plan, with copies of them. Else what is packed and
+        sent, and mixed values as they come.
         """
-        device = self.weighing.profile.device
+        profile = self.weighing.profile
         if self._ulysses == 1:
             return 0
-        places = self._exchanged_heads + (1 if device is not None and device.peer_gbps else 0)
+        places = self._exchanged_heads
+        if profile.device is not None and profile.device.peer_gbps:
+            copied = profile.backend == "tensorrt" and not profile.segmented
+            places = 2 * self._exchanged_heads if copied else self._exchanged_heads + 1
         return places * self.rows.local * self._size.inner * Widths.of(self._denoiser).item
 
     @property

@@ -25,7 +25,7 @@ def share_heads(graph: Graph, heads: int, ranks: int) -> Graph:
     check_ranks(graph, ranks, {"attention heads": heads})
     return replace(
         graph,
-        inputs=tuple(_narrowed(spec, ranks) if spec.shape[1:2] == (heads,) else spec for spec in graph.inputs),
+        inputs=tuple(_narrowed(spec, ranks) if len(spec.shape) == 3 else spec for spec in graph.inputs),
         outputs=tuple(_narrowed(spec, ranks) for spec in graph.outputs),
     )
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plugins.kernels.cuda_module import CudaError
-from plugins.kernels.symmetric_exchange import CAPABILITY, MAX_RANKS, ExchangeError, SymmetricGroup
+from plugins.kernels.symmetric_exchange import ABOVE, CAPABILITY, MAX_RANKS, ExchangeError, SymmetricGroup
 from plugins.ranks import Group, ProcessGroup
 
 Transport = Literal["auto", "symmetric", "collective"]
@@ -95,8 +95,8 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
         return f"the ranks are on {len(hosts)} hosts"
     if len(gpus) < len(told):
         return f"{len(told)} ranks share {len(gpus)} GPUs"
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return "compute capability below {}.{}".format(*CAPABILITY)
+    if not CAPABILITY <= torch.cuda.get_device_capability(device) < ABOVE:
+        return "compute capability not from {}.{} to below {}.{}".format(*CAPABILITY, *ABOVE)
     # Of GPUs that this process does not see, the rendezvous tells.
     own = torch.device(device).index or 0
     others = [i for i in range(torch.cuda.device_count()) if i != own and _gpu(i) in {bytes(g.tolist()) for g in gpus}]

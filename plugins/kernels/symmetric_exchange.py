@@ -5,7 +5,8 @@ direction has two places in turns, so that a result may be held during the next 
 after, which is refused as long as anything shares that memory.
 
 Each exchange is a barrier, the kernel, and a barrier, all on torch's current stream; the host waits for nothing, and a
-CUDA graph can hold it (a replay writes where the exchange was captured). What the barriers are for:
+CUDA graph can hold it. A replay writes where the exchange was captured, so there is none once memory has grown. What
+the barriers are for:
 
 - Behind the kernel: a rank that has passed it knows that every rank's writes have come, since each rank's kernel has
   ended before that rank arrives, and arriving releases and passing acquires at the system's scope.
@@ -32,8 +33,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from plugins.kernels.cuda_module import CudaModule, compile_cubin
 from plugins.ranks import ProcessGroup
 
-CAPABILITY = (9, 0)
-"""Least compute capability: the first with bulk copies."""
+CAPABILITY, ABOVE = (9, 0), (12, 0)
+"""Compute capabilities: the first with bulk copies, and the first whose processors have too little shared memory."""
 
 MAX_RANKS = 16
 """Ranks of one host that a group may have."""
@@ -84,15 +85,15 @@ class _Exchange(ctypes.Structure):
     ]
 
 
-class SymmetricGroup:
-    """A group of GPUs of one host (`plugins.ranks.Group`). All exchanges are on one stream, or ordered by the caller.
+class SymmetricGroup(ProcessGroup):
+    """A group of GPUs of one host, which gathers and sums by NCCL. All exchanges are on one stream, or ordered by the
+    caller.
 
     Memory grows when more rows come than ever before, which all ranks do together; not while a graph is captured.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._others = ProcessGroup(group)
-        self.rank, self.size = self._others.rank, self._others.size
+        super().__init__(group)
         self._device = device
         self._heads, self._rows = (_Memory(group, device) for _ in range(2))
 
@@ -105,7 +106,7 @@ class SymmetricGroup:
         """
         local, heads, channels = _shape(parts[0], self.size)
         if not _in_vectors(parts[0]):
-            return self._others.to_heads(parts, rows)
+            return super().to_heads(parts, rows)
         own = heads // self.size
         line = own * channels * parts[0].itemsize
         memory = self._heads.room(len(parts), rows * line)
@@ -128,7 +129,7 @@ class SymmetricGroup:
         """
         rows, own, channels = part.shape
         if not _in_vectors(part):
-            return self._others.to_rows(part, local_rows)
+            return super().to_rows(part, local_rows)
         source = _aligned(part)
         row, head = source.stride(0) * part.itemsize, source.stride(1) * part.itemsize
         width = own * channels * part.itemsize
@@ -147,14 +148,6 @@ class SymmetricGroup:
         (result,) = self._rows.results(1, (local_rows, self.size * own, channels), part.dtype)
         result[self._valid(self.rank, rows, local_rows) :].zero_()  # these nobody sends
         return result
-
-    def gather_rows(self, part: torch.Tensor, rows: int) -> torch.Tensor:
-        """All rows of every rank, [rows, ...], by NCCL."""
-        return self._others.gather_rows(part, rows)
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, by NCCL."""
-        return self._others.sum(part)
 
     def _peers(self) -> list[int]:
         """Every rank, the next one first, so that no two ranks begin with the same; itself last."""
@@ -260,6 +253,7 @@ class _Memory:
             )
         os.environ.update(_NO_MULTICAST)
         torch.cuda.synchronize(self._device)  # what was given back is written and read by nobody here
+        torch.cuda.empty_cache()  # what torch keeps for tensors is of no use to this
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         for turn in range(_TURNS):
             self._own[turn], self._handles[turn] = [], []

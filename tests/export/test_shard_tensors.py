@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,8 @@ from export.passes.shard_block import SEGMENTS, shard_block
 from export.passes.shard_tensors import ShardError
 from export.schemes import SCHEMES, SchemeName
 from export.sidecar import plan_sidecar
-from plugins.ranks import Loopback, handle_of
+from plugins.ranks import handle_of
+from tests.exchanging import on_threads
 from tests.rank_parts import of_rank
 
 HEADS, FFN, LAYER = 4, 192, 1
@@ -87,34 +86,17 @@ def test_the_ranks_parts_of_a_block_in_segments_are_the_block(
     assert relative(in_segments(divided(graphs, ranks), x, ranks), whole) < 2e-6
 
 
-@dataclass
-class Together(Loopback):
-    """Ranks that are threads of one process."""
-
-    size: int
-    meeting: threading.Barrier
-    parts: list[torch.Tensor] = field(default_factory=list)
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Of all threads' parts, in the order of their sums, so that it is the same for all."""
-        if self.meeting.wait() == 0:
-            self.parts.clear()
-        self.meeting.wait()
-        self.parts.append(part)
-        self.meeting.wait()
-        return torch.stack(sorted(self.parts, key=lambda part: part.sum().item())).sum(0)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_sum_inside_the_block_have_the_block_each(
     dividable: dict[str, DenoiserCheckpoint], layout: str
 ) -> None:
     block, ranks = denoiser_graphs(dividable[layout], torch.float32)["block"], 4
     x = drawn(block)
-    group = torch.tensor([handle_of(Together(ranks, threading.Barrier(ranks, timeout=60)))])
     (graph,) = shard_block(block, HEADS, ranks)
-    with ThreadPoolExecutor(ranks) as threads:
-        results = list(threads.map(lambda r: run(of_rank(graph, r), LAYER, *x.values(), group), range(ranks)))
+    results = on_threads(
+        ranks,
+        lambda group: run(of_rank(graph, group.rank), LAYER, *x.values(), torch.tensor([handle_of(group)])),
+    )
     whole = run(block, LAYER, *x.values())
     assert all(torch.equal(result, results[0]) for result in results)
     assert relative(results[0], whole) < 2e-6

@@ -25,9 +25,10 @@ from tests.ranks.spawn import run_ranks
 from tests.ranks.stores import ranked_store
 
 SMALLEST: dict[str, Any] = {"duration": 4, "width": 256, "height": 256, "num_inference_steps": 2, "seed": 7}
+SQUARE = {**SMALLEST, "aspect_ratio": "1:1"}
 PROMPT = "A red fox runs over fresh snow"
 RANKS = Ranks(ulysses=2, text_encoder=2, video_tiles=2)
-
+FOUR = Ranks(ulysses=4, text_encoder=1, video_tiles=1)
 
 LAYER = 5
 """Units of an encoding up to one in the text encoder's layers."""
@@ -146,6 +147,24 @@ def test_a_request_of_ranks_is_the_request_of_one(
     # None began a unit after the one at which rank 0 was asked to stop. The third rank has none.
     assert [found["stopped in denoise"].item() for found in ranks] == [1, 1, 0]
     assert [found["stopped in encode"].item() for found in ranks] == [LAYER, LAYER, 0]
+
+
+def serve_rows(rank: int, size: int, store: str) -> dict[str, torch.Tensor]:
+    """A request on ranks that share its rows alone."""
+    pipeline = Pipeline.open(store, stages=("encode", "denoise"), peers=Peers.join(FOUR))
+    ((video, audio),) = clips(pipeline, pipeline.take(PROMPT, SQUARE), [])[1]
+    return {"video": video, "audio": audio}
+
+
+def test_a_request_of_four_ranks_is_the_request_of_one(store: Path, session_folder: Path, tmp_path: Path) -> None:
+    ranked = ranked_store(store, session_folder, ulysses=FOUR.ulysses)
+    first, *others = run_ranks(serve_rows, FOUR.ulysses, tmp_path, str(ranked))
+    pipeline = Pipeline.open(store)
+    ((video, audio),) = clips(pipeline, pipeline.take(PROMPT, SQUARE), [])[1]
+    assert all(torch.equal(found[name], first[name]) for found in others for name in first)
+    assert (first["video"] - video).abs().max() < 1e-4
+    assert (first["audio"] - audio).abs().max() < 1e-4
+    assert psnr(frames(pipeline, first["video"]), frames(pipeline, video)) >= 60
 
 
 def frames(pipeline: Pipeline, video: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,12 @@ import pytest
 import torch
 
 from engines.store import TensorRecord
+from plugins.ranks import Loopback
 from runtime.attention import BlocksAttention
-from runtime.block import SEGMENTS, WHOLE, open_blocks
+from runtime.block import SEGMENTS, WHOLE, Sharing, open_blocks
 from runtime.quality import Attending
 
-ROWS, WIDTH, CHUNK = 5, 4, 2
+ROWS, HEADS, WIDTH, CHUNK = 5, 2, 4, 2
 
 
 class Recorder:
@@ -43,7 +46,8 @@ class Recorder:
 
 def _outputs(graph: str) -> tuple[TensorRecord, ...]:
     names = {"block.project": ("query", "key", "value"), "block.attend": ("mixed",)}.get(graph, ("hidden_out",))
-    return tuple(TensorRecord(name=name, dtype="float32", shape=("rows", WIDTH)) for name in names)
+    shape = ("rows", HEADS, WIDTH) if "query" in names else ("rows", WIDTH)
+    return tuple(TensorRecord(name=name, dtype="float32", shape=shape) for name in names)
 
 
 @pytest.mark.parametrize("graphs", [WHOLE, SEGMENTS], ids=["whole", "segments"])
@@ -71,3 +75,30 @@ def test_a_profile_whose_blocks_skip_is_dense_with_the_same_engine() -> None:
     attention.use(Attending(forwards=1, attention="dense", skip_threshold=0.0))
     assert attention.graph("block") == "block"
     assert attention.inputs["skip_threshold"].item() == 0
+
+
+class Watching(Loopback):
+    """A group that sees whether what it has brought for attention is still held when attention's result goes back."""
+
+    def __init__(self) -> None:
+        super().__init__(HEADS)
+        self.held: list[bool] = []
+
+    def to_heads(self, parts: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, ...]:
+        found = super().to_heads(parts, rows)
+        self._brought = [weakref.ref(part) for part in found]
+        return found
+
+    def to_rows(self, part: torch.Tensor, local_rows: int) -> torch.Tensor:
+        self.held += [brought() is not None for brought in self._brought]
+        return super().to_rows(part, local_rows)
+
+
+def test_what_came_from_other_ranks_is_let_go_of_before_the_next_exchange() -> None:
+    engines: Any = Recorder(SEGMENTS, ())
+    rows = {"modulation_index": torch.zeros(ROWS, dtype=torch.int64), "cos": torch.zeros(ROWS, 3)}
+    group = Watching()
+    sharing = Sharing(group, HEADS * ROWS)
+    blocks = open_blocks(engines, "fl2va", rows, BlocksAttention(engines), sharing=sharing)
+    blocks.run(0, torch.zeros(ROWS, WIDTH), torch.zeros(1))
+    assert group.held == [False] * 3
