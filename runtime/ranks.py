@@ -196,8 +196,9 @@ class RankGroup:
             life.watch()
 
     def _fail(self, error: Exception) -> None:
-        """A start did not succeed: whoever waits for it hears of it."""
-        self._told(str(error))
+        """A start did not succeed: whoever waits for it hears of it. Of the first one `start` tells."""
+        if self._starts:
+            self._told(str(error))
         with self._changed:
             self._failure = error
             self._failures += 1
