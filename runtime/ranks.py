@@ -68,7 +68,7 @@ class RankGroup:
     """
 
     def __init__(self, settings: GroupSettings, told: Callable[[str], None] = lambda text: None) -> None:
-        """`told` hears of each loss and of each start after it, in a thread of the group."""
+        """`told` hears of each loss, failed start and start after a loss, in a thread of the group."""
         if not 1 <= settings.local <= settings.size:
             rule = f"must be from 1 to {settings.size}, the ranks of the group"
             raise GroupError(f"LOCAL_WORLD_SIZE: got {settings.local}; {rule}")
@@ -196,9 +196,8 @@ class RankGroup:
             life.watch()
 
     def _fail(self, error: Exception) -> None:
-        """A start did not succeed: whoever waits for it hears of it. Of the first one `start` tells."""
-        if self._starts:
-            self._told(str(error))
+        """A start did not succeed: whoever waits for it hears of it."""
+        self._told(str(error))
         with self._changed:
             self._failure = error
             self._failures += 1
