@@ -108,7 +108,7 @@ def _show(plan: Plan) -> None:
     rows, work = plan.rows, plan.workload
     console.line(
         f"profile {plan.profile}: {work.seconds:g} s of {work.aspect_ratio} is {plan.frames} frames of "
-        f"{plan.width}x{plan.height}, {rows.total:,} rows ({rows.local:,} a GPU), {plan.tiles} decoder tiles, "
+        f"{plan.width}x{plan.height}, {rows.total:,} rows ({rows.local:,} a rank), {plan.tiles} decoder tiles, "
         f"{work.forwards} forwards"
     )
     _show_graphs(plan)

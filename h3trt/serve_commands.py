@@ -150,7 +150,7 @@ def generate(
     ] = paths.OUTPUT / "clip.mp4",
     url: UrlOption = "127.0.0.1:8001",
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which to give up.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Run the engines in this process, without a server.")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Run the engines here, without a server.")] = False,
     profile: ProfileOption = "cpu",
     store: StoreOption = None,
     stream: Annotated[
@@ -254,7 +254,7 @@ class _Remote:
 
 
 class _Local:
-    """Clips made in this process."""
+    """Clips made without a server: in this process, or in ranks of its own."""
 
     def __init__(self, store: Path) -> None:
         from runtime.ranked_pipeline import open_pipeline

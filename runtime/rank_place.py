@@ -29,6 +29,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _PR_SET_PDEATHSIG = 1
+_LAST_PORT = 65532
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Meeting:
         if not address:
             return Meeting()
         port, local = (_number(environment, name) for name in ("MASTER_PORT", "LOCAL_WORLD_SIZE"))
+        if not 1 <= port <= _LAST_PORT:
+            raise GroupError(f"MASTER_PORT: got {port}; must be from 1 to {_LAST_PORT}, with three ports behind it")
         return Meeting(address, port + offset, local)
 
 

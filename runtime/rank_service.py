@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 
 from engines.profile import Ranks
 from engines.store import EngineStore
-from runtime.condition_cache import ConditionCache
+from runtime.condition_cache import CacheCounts, ConditionCache
 from runtime.events import Cancellation, Event
 from runtime.frames import Frame
 from runtime.intake import Taken
@@ -57,6 +57,8 @@ class PipelineService:
 
     def __init__(self, pipeline: Pipeline, cache: ConditionCache) -> None:
         self._pipeline, self._cache = pipeline, cache
+        self._counted = CacheCounts()
+        """What has been told of the cache."""
         self._commands: Mapping[str, Callable[[Frame, Send, Progress, Cancellation], Frame]] = {
             "encode": self._encode,
             "denoise": self._denoise,
@@ -87,7 +89,13 @@ class PipelineService:
     def run(self, command: Frame, send: Send, progress: Callable[[Event], None], cancellation: Cancellation) -> Frame:
         """Does a command. Raises RequestError and Cancelled."""
         end = self._commands[command.header["do"]](command, send, progress, cancellation)
-        return Frame({**end.header, "cache": asdict(self._cache.counts)}, end.parts)
+        return Frame({**end.header, "cache": asdict(self._counts())}, end.parts)
+
+    def _counts(self) -> CacheCounts:
+        """The cache's counts: hits and misses since they were last told, so that those of ranks after these add up."""
+        told, self._counted = self._counted, self._cache.counts
+        now = self._counted
+        return replace(now, hits=now.hits - told.hits, misses=now.misses - told.misses)
 
     def _encode(self, command: Frame, send: Send, progress: Progress, cancellation: Cancellation) -> Frame:
         encoded = self._pipeline.encode(self._taken(command), progress, cancellation)

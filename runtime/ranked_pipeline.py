@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,13 @@ from runtime.text import Tokenizer
 
 @dataclass
 class CacheThere:
-    """The cache of conditions in the ranks, as their last answer told of it."""
+    """The cache of conditions in the ranks, as their last answer told of it. Hits and misses are of lost ranks too."""
 
     counts: CacheCounts
+
+    def add(self, told: CacheCounts) -> None:
+        """Counts on: hits and misses since the last time."""
+        self.counts = replace(told, hits=self.counts.hits + told.hits, misses=self.counts.misses + told.misses)
 
 
 class RankedPipeline:
@@ -156,7 +160,7 @@ class RankedPipeline:
                 continue
             _raise(frame.header)
             if "cache" in frame.header:
-                self.cache.counts = CacheCounts(**frame.header["cache"])
+                self.cache.add(CacheCounts(**frame.header["cache"]))
             yield frame
 
 

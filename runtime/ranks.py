@@ -68,7 +68,7 @@ class RankGroup:
     """
 
     def __init__(self, settings: GroupSettings, told: Callable[[str], None] = lambda text: None) -> None:
-        """`told` hears of each loss and of each start after it, in a thread of the group."""
+        """`told` hears of each loss, failed start and start after a loss, in a thread of the group."""
         if not 1 <= settings.local <= settings.size:
             rule = f"must be from 1 to {settings.size}, the ranks of the group"
             raise GroupError(f"LOCAL_WORLD_SIZE: got {settings.local}; {rule}")

@@ -76,10 +76,10 @@ def metric(server: TritonServer, one: table.Metric, **labels: str) -> float:
     return value(read_metrics(server.endpoints.metrics), one.name, model=STREAM, **labels) or 0.0
 
 
-def reaches(server: TritonServer, one: table.Metric, **labels: str) -> bool:
-    """Whether something is counted, in time: what a request ends with is, after its client has heard of it."""
+def reaches(server: TritonServer, one: table.Metric, count: int = 1, **labels: str) -> bool:
+    """Whether so much is counted, in time: what a request ends with is, after its client has heard of it."""
     end = time.monotonic() + 30
-    while metric(server, one, **labels) < 1:
+    while metric(server, one, **labels) < count:
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -114,6 +114,8 @@ def test_a_killed_rank_costs_its_request_alone(server: TritonServer, client: Cli
     assert len(client.generate(PROMPT, QUICK).mp4) > 1000
     assert not {process.pid for process in before} & {process.pid for process in ranks(server)}
     assert reaches(server, table.RANK_RESTARTS)
+    # Encoded by the ranks before and by these, whose own count begins at 0.
+    assert reaches(server, table.CACHE_MISSES, 2)
 
 
 def test_the_request_of_a_killed_client_stops_on_all_ranks(server: TritonServer, client: Client) -> None:

@@ -299,6 +299,7 @@ def test_ranks_that_torchrun_starts_elsewhere_take_part_and_come_back_with_the_g
     ("variables", "error"),
     [
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "x", "LOCAL_WORLD_SIZE": "2"}, "MASTER_PORT: got 'x'"),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "65533", "LOCAL_WORLD_SIZE": "2"}, "must be from 1 to 65532"),
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, "LOCAL_WORLD_SIZE: got ''"),
     ],
 )
