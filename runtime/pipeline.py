@@ -126,11 +126,22 @@ class Pipeline:
         policy: MediaPolicy | None = None,
         peers: Peers = ALONE,
     ) -> Pipeline:
+        """`of_store`, of the store in a folder. Raises StoreError also when it cannot be served from."""
+        return cls.of_store(EngineStore.open(store), stages, cache, policy, peers)
+
+    @classmethod
+    def of_store(
+        cls,
+        opened: EngineStore,
+        stages: Collection[PipelineStage] = STAGES,
+        cache: ConditionCache | None = None,
+        policy: MediaPolicy | None = None,
+        peers: Peers = ALONE,
+    ) -> Pipeline:
         """Opens the engines of `stages`, those that this rank has a share of.
 
-        Raises StoreError when the store cannot be served from, or not by so many processes.
+        Raises StoreError when the store cannot be served from by so many processes.
         """
-        opened = EngineStore.open(store)
         _check_peers(opened, stages, peers)
         if peers.tensors is not None:
             opened = opened.of_rank(peers.tensors.rank)

@@ -76,9 +76,8 @@ class PipelineService:
         opened = EngineStore.open(store)
         cache = ConditionCache(condition_cache)
         profile = opened.manifest.profile
-        pipeline = Pipeline.open(
-            store, chosen, cache=cache, peers=_joined(profile.ranks.serving(chosen), profile.on_gpu)
-        )
+        peers = _joined(profile.ranks.serving(chosen), profile.on_gpu)
+        pipeline = Pipeline.of_store(opened, chosen, cache=cache, peers=peers)
         pipeline.warm()
         return cls(pipeline, cache)
 

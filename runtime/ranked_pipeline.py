@@ -185,7 +185,7 @@ def open_pipeline(
     profile = opened.manifest.profile
     size = profile.ranks.serving(stages).processes
     if size == 1:
-        return Pipeline.open(opened.root, stages, ConditionCache(condition_cache), policy)
+        return Pipeline.of_store(opened, stages, ConditionCache(condition_cache), policy)
     intake = Intake(opened.manifest, Tokenizer(opened.tokenizer_file), policy)
     settings = GroupSettings(
         program=_program(opened.root, stages, condition_cache),
