@@ -132,6 +132,32 @@ class Intake:
         return fetch(one.url, one.kind, self._policy, one.where)
 
 
+class Entrance:
+    """How requests come into a pipeline, wherever its engines run."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store was built from and for."""
+        return self._intake.manifest
+
+    def take(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Taken:
+        """The request with every choice made, admitted to this machine's memory, and its files. Raises RequestError."""
+        return self._intake.take(prompt, params, files)
+
+    def restore(self, raw: bytes | str) -> Resolved:
+        """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
+        return self._intake.restore(raw)
+
+    def retake(
+        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
+    ) -> Taken:
+        """A request whose parts came over the wire: tokens and tags [L], and its files. Raises RequestError."""
+        return self._intake.retake(resolved, tokens, tags, media)
+
+
 def limits_of(manifest: Manifest) -> Limits:
     """What a server of these engines adds to the contract."""
     student, adapters = manifest.student, tuple(one.distilled for one in manifest.adapters.values())

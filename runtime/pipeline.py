@@ -10,11 +10,9 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engines.adapters import low_rank_name
 from engines.profile import PARTITION_OF
@@ -32,7 +30,7 @@ from runtime.decode import TileOrder, VideoPlan, decode_audio, decode_planes, in
 from runtime.denoiser import Denoiser, State
 from runtime.encoder import Placed, TextEncoder, encoder_graphs
 from runtime.events import Cancellation, Event, Reporter, Units
-from runtime.intake import Files, Intake, Taken
+from runtime.intake import Entrance, Intake, Taken
 from runtime.media.source import MediaPolicy
 from runtime.modulation import ModulationCache, stored_tables
 from runtime.mux import Deliver, MediaOptions, Mp4Writer
@@ -84,7 +82,7 @@ Latents = tuple[torch.Tensor, torch.Tensor]
 """Clean normalised latents of one output, float32 on the CPU: video [1, 24, T, h, w] and audio [1, 2, 32, A]."""
 
 
-class Pipeline:
+class Pipeline(Entrance):
     """The stages of all tasks over one opened store. Serves one request at a time.
 
     Where processes serve together, each opens one and makes the same calls with the same arguments; the results are
@@ -105,8 +103,8 @@ class Pipeline:
 
         peers: the place of this process among those that serve together.
         """
+        super().__init__(Intake(engines.manifest, tokenizer, policy))
         self._engines, self._peers = engines, peers
-        self._intake = Intake(engines.manifest, tokenizer, policy)
         self._clock = clock
         # Rank 0 alone knows what it has encoded before, and tells the others.
         self._cache = cache if cache is not None and peers.first else ConditionCache()
@@ -150,11 +148,6 @@ class Pipeline:
         return cls(engines, Tokenizer(opened.tokenizer_file), cache=cache, policy=policy, peers=peers)
 
     @property
-    def manifest(self) -> Manifest:
-        """What the store was built from and for."""
-        return self._engines.manifest
-
-    @property
     def cache(self) -> ConditionCache:
         """What is kept of what has been encoded."""
         return self._cache
@@ -172,20 +165,6 @@ class Pipeline:
     def warm(self) -> None:
         """Opens every engine now, so that the first request is as quick as the others."""
         self._engines.warm()
-
-    def take(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Taken:
-        """The request with every choice made, admitted to this machine's memory, and its files. Raises RequestError."""
-        return self._intake.take(prompt, params, files)
-
-    def restore(self, raw: bytes | str) -> Resolved:
-        """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
-        return self._intake.restore(raw)
-
-    def retake(
-        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
-    ) -> Taken:
-        """A request whose parts came over the wire: tokens and tags [L], and its files. Raises RequestError."""
-        return self._intake.retake(resolved, tokens, tags, media)
 
     def present(self, resolved: Resolved) -> Presentation:
         """What the text encoder reads of a request. Raises RequestError."""

@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from engines.store import EngineStore, Manifest
+from engines.store import EngineStore
 from runtime.condition_cache import CacheCounts, ConditionCache
 from runtime.events import Cancellation, Cancelled, Event
 from runtime.frames import Frame
-from runtime.intake import Files, Intake, Taken
+from runtime.intake import Entrance, Intake, Taken
 from runtime.media.source import MediaPolicy
 from runtime.pipeline import LATENTS, STAGES, Encoded, Latents, Pieces, Pipeline, PipelineStage, Progress
 from runtime.rank_place import Meeting
@@ -41,7 +39,7 @@ class CacheThere:
         self.counts = replace(told, hits=self.counts.hits + told.hits, misses=self.counts.misses + told.misses)
 
 
-class RankedPipeline:
+class RankedPipeline(Entrance):
     """The stages over one store, each done by all ranks of a group. Serves one request at a time.
 
     All that waits for ranks raises RankLost when one is lost; the group starts again by itself.
@@ -49,15 +47,10 @@ class RankedPipeline:
 
     def __init__(self, intake: Intake, group: RankGroup) -> None:
         """group: has been started; it is closed with the pipeline."""
-        self._intake = intake
+        super().__init__(intake)
         self._group = group
         self.cache = CacheThere(CacheCounts())
         """What the ranks keep of what they encode."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the store was built from and for."""
-        return self._intake.manifest
 
     @property
     def restarts(self) -> int:
@@ -75,20 +68,6 @@ class RankedPipeline:
 
     def warm(self) -> None:
         """Nothing: ranks have opened every engine before they are ready, and again when they are started again."""
-
-    def take(self, prompt: bytes | str, params: Mapping[str, Any], files: Files | None = None) -> Taken:
-        """The request with every choice made, admitted to this machine's memory, and its files. Raises RequestError."""
-        return self._intake.take(prompt, params, files)
-
-    def restore(self, raw: bytes | str) -> Resolved:
-        """A resolved request that came over the wire. Raises RequestError unless it is one that `take` can make."""
-        return self._intake.restore(raw)
-
-    def retake(
-        self, resolved: Resolved, tokens: NDArray[np.int64], tags: NDArray[np.int64], media: Sequence[bytes]
-    ) -> Taken:
-        """A request whose parts came over the wire: tokens and tags [L], and its files. Raises RequestError."""
-        return self._intake.retake(resolved, tokens, tags, media)
 
     def encode(self, taken: Taken, progress: Progress, cancellation: Cancellation) -> Encoded:
         """What the denoiser is conditioned on. Raises Cancelled, and RequestError for files that do not decode."""
