@@ -17,7 +17,7 @@ from export.graphs.attention import AttentionOutput, Projections
 from export.graphs.block import Block, Finish
 from export.graphs.graph import Graph, TensorSpec
 from export.graphs.group_input import group_input
-from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, sharded
+from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, divided, sharded
 from plugins.ops.all_reduce import OP as ALL_REDUCE
 
 SEGMENTS = ("block.project", "block.attend", "block.merge", "block.feed", "block.close")
@@ -134,11 +134,7 @@ def _finish(graph: Graph, ranks: int) -> tuple[Graph, ...]:
     hidden, mixed, *modulation = graph.inputs
     (result,) = graph.outputs
     part, update = (TensorSpec(name, torch.float32, hidden.shape) for name in ("part", "update"))
-    rows, inner = mixed.shape
-    assert isinstance(inner, int)
-    merge = _of_rank(
-        graph, ranks, lambda m: Merge(_as(m, Finish)), (replace(mixed, shape=(rows, inner // ranks)),), (part,)
-    )
+    merge = _of_rank(graph, ranks, lambda m: Merge(_as(m, Finish)), (divided(mixed, 1, ranks),), (part,))
     inputs = (hidden, update, *modulation)
     feed = _of_rank(graph, ranks, lambda m: Feed(_as(m, Finish)), inputs, (replace(hidden, name="attended"), part))
     close = _of_rank(graph, ranks, lambda m: Close(_as(m, Finish)), inputs, (result,))
@@ -188,13 +184,9 @@ def _inner(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 def _narrowed(spec: TensorSpec, heads: int, ranks: int) -> TensorSpec:
     """With a share of the heads: of [rows, heads, head_dim], of their mixed values [rows, inner], or of [heads]."""
-    if len(spec.shape) == 3 and spec.shape[1] == heads:
-        return replace(spec, shape=(spec.shape[0], heads // ranks, spec.shape[2]))
-    if spec.name == "mixed":
-        rows, wide = spec.shape
-        assert isinstance(wide, int)
-        return replace(spec, shape=(rows, wide // ranks))
-    return replace(spec, shape=(heads // ranks,)) if spec.shape == (heads,) else spec
+    if (len(spec.shape) == 3 and spec.shape[1] == heads) or spec.name == "mixed":
+        return divided(spec, 1, ranks)
+    return divided(spec, 0, ranks) if spec.shape == (heads,) else spec
 
 
 def _as(module: nn.Module, kind: type[_M]) -> _M:

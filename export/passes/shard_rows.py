@@ -18,7 +18,7 @@ from export.graphs.block import Attend, AttendResult, Block, TileAttend
 from export.graphs.graph import Graph, TensorSpec
 from export.graphs.group_input import group_input
 from export.graphs.rows import LOCAL_ROWS, ROWS
-from export.passes.shard_tensors import check_ranks
+from export.passes.shard_tensors import check_ranks, divided
 from plugins.block_attention import ROW_TILES, SKIPPED_TILES
 from plugins.exchanges import SEQUENCE
 from plugins.ops.ulysses_all_to_all import GATED_HEADS, HEADS, PARTS
@@ -109,8 +109,4 @@ def _over_local(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 def _count(spec: TensorSpec, ranks: int) -> TensorSpec:
     """What is counted is counted of a rank's heads."""
-    if spec.name != SKIPPED_TILES:
-        return spec
-    (heads,) = spec.shape
-    assert isinstance(heads, int)
-    return replace(spec, shape=(heads // ranks,))
+    return divided(spec, 0, ranks) if spec.name == SKIPPED_TILES else spec

@@ -40,6 +40,13 @@ def check_ranks(graph: Graph, ranks: int, sizes: Mapping[str, int]) -> None:
         raise ShardError(f"graph {graph.name}: ranks = {ranks}: must divide its {listed}; nearest legal: {nearest}")
 
 
+def divided(spec: TensorSpec, axis: int, ranks: int) -> TensorSpec:
+    """The tensor with one rank's part of an axis of fixed size, which the ranks divide."""
+    size = spec.shape[axis]
+    assert isinstance(size, int)
+    return replace(spec, shape=(*spec.shape[:axis], size // ranks, *spec.shape[axis + 1 :]))
+
+
 def sharded(
     graph: Graph,
     module: Callable[[], nn.Module],

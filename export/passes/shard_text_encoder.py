@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from export.graphs.graph import Graph, TensorSpec
 from export.graphs.group_input import group_input
 from export.graphs.text_encoder import EMBEDDING, LAYER, DecoderLayer, Embedding
-from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, sharded
+from export.passes.shard_tensors import check_ranks, divide_inputs, divide_outputs, divided, sharded
 from plugins.ops.all_reduce import OP as ALL_REDUCE
 
 _BY_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -89,7 +88,7 @@ def shard_text_encoder(graph: Graph, ranks: int, segmented: bool) -> tuple[Graph
 
 def _embedding(graph: Graph, ranks: int) -> Graph:
     (hidden,) = graph.outputs
-    rows, width = hidden.shape
+    width = hidden.shape[1]
     assert isinstance(width, int)
     check_ranks(graph, ranks, {"columns": width})
 
@@ -100,8 +99,7 @@ def _embedding(graph: Graph, ranks: int) -> Graph:
         whole.embed_tokens = nn.Embedding(table.num_embeddings, width // ranks, dtype=table.weight.dtype)
         return whole
 
-    outputs = (replace(hidden, shape=(rows, width // ranks)),)
-    return sharded(graph, module, ranks, {}, graph.inputs, outputs)
+    return sharded(graph, module, ranks, {}, graph.inputs, (divided(hidden, 1, ranks),))
 
 
 def _check(graph: Graph, ranks: int) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from export.graphs.graph import Graph, TensorSpec
-from export.passes.shard_tensors import check_ranks
+from export.graphs.graph import Graph
+from export.passes.shard_tensors import check_ranks, divided
 
 ATTEND = "block.attend"
 
@@ -23,15 +23,9 @@ def share_heads(graph: Graph, heads: int, ranks: int) -> Graph:
     if graph.name != ATTEND or ranks == 1:
         return graph
     check_ranks(graph, ranks, {"attention heads": heads})
+    # Heads [S, heads, head_dim], and their mixed values [S, inner].
     return replace(
         graph,
-        inputs=tuple(_narrowed(spec, ranks) if len(spec.shape) == 3 else spec for spec in graph.inputs),
-        outputs=tuple(_narrowed(spec, ranks) for spec in graph.outputs),
+        inputs=tuple(divided(spec, 1, ranks) if len(spec.shape) == 3 else spec for spec in graph.inputs),
+        outputs=tuple(divided(spec, 1, ranks) for spec in graph.outputs),
     )
-
-
-def _narrowed(spec: TensorSpec, ranks: int) -> TensorSpec:
-    """With a share of what is behind the rows: heads [S, heads, head_dim], or their mixed values [S, inner]."""
-    rows, wide, *rest = spec.shape
-    assert isinstance(wide, int)
-    return replace(spec, shape=(rows, wide // ranks, *rest))
