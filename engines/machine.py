@@ -1,8 +1,10 @@
-"""What this machine lets a process use: processors and memory, containers' limits included."""
+"""What this machine lets a process use, containers' limits included, and whom it lets it die with."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux shows the limits of the container (control groups, version 2)."""
+
+_PR_SET_PDEATHSIG = 1
+"""Number of prctl's request to be sent a signal when the parent ends (linux/prctl.h)."""
 
 
 def available_processors(cgroup: Path = CGROUP) -> int:
@@ -42,6 +47,23 @@ def target(device: torch.device) -> str:
     if device.type == "cpu":
         return torch.backends.cpu.get_cpu_capability()
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
+
+
+class DieWith:
+    """Called in a process: has the kernel kill it when the thread of its parent that started it ends.
+
+    It is ended at once, with status 1, where the parent has gone already.
+    """
+
+    def __init__(self, parent: int) -> None:
+        # Looked up here, since loading a library between fork and exec may deadlock.
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+        self._parent = parent
+
+    def __call__(self) -> None:
+        self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._parent:
+            os._exit(1)
 
 
 def _read(path: Path) -> str:

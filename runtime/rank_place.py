@@ -5,9 +5,6 @@ Imports no torch, so that a rank can see to it that it dies with its server, and
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -28,7 +25,6 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 """NCCL without NVLink multicast, which needs more of a host than every one has. What an operator has set stays."""
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
-_PR_SET_PDEATHSIG = 1
 _LAST_PORT = 65532
 
 
@@ -121,19 +117,10 @@ class Place:
 _OPTIONAL = {SOCKET_VARIABLE: "-1", LISTENER_VARIABLE: "-1", PARENT_VARIABLE: "0"}
 
 
-def die_with(parent: int) -> None:
-    """Asks the kernel to end this process when the thread of `parent` that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def see_one_gpu(local: int, environment: MutableMapping[str, str]) -> None:
     """Leaves a process the GPU of its number among those that it may use; before CUDA and NCCL start."""
     for name, value in NO_MULTICAST.items():
         environment.setdefault(name, value)
-    # In every process it is then number 0, which torch's symmetric memory takes for one that several ranks share.
-    environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     visible = environment[_GPUS].split(",") if _GPUS in environment else list(map(str, range(local + 1)))
     environment[_GPUS] = visible[local] if local < len(visible) else ""
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engines.machine import DieWith
 from runtime import allocation, frames
 from runtime.frames import Frame
 from runtime.rank_errors import GroupError
-from runtime.rank_place import Place, die_with, see_one_gpu
+from runtime.rank_place import Place, see_one_gpu
 
 if TYPE_CHECKING:
     from runtime.events import Cancellation, Event
@@ -137,7 +138,7 @@ def work(place: Place, open_service: Open) -> None:
     # serves what it has accepted, and ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if place.parent:
-        die_with(place.parent)
+        DieWith(place.parent)()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     see_one_gpu(place.local, os.environ)
     logging.basicConfig(format=f"rank {place.rank}: %(message)s")

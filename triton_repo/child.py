@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,8 +14,9 @@ from typing import IO
 
 import psutil
 
+from engines.machine import DieWith
+
 POLL_SECONDS = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -34,7 +34,7 @@ class Child:
             stderr=subprocess.STDOUT,
             # Its own group: Ctrl-C in a terminal reaches the parent alone, which then stops the child in order.
             start_new_session=True,
-            preexec_fn=_DieWithParent(os.getpid()),
+            preexec_fn=DieWith(os.getpid()),
         )
         self.pid = self._process.pid
 
@@ -62,20 +62,6 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
-
-
-class _DieWithParent:
-    """Runs in the new process before its program: asks the kernel to kill it when its parent dies."""
-
-    def __init__(self, parent: int) -> None:
-        # Looked up here, since loading a library between fork and exec may deadlock.
-        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
-        self._parent = parent
-
-    def __call__(self) -> None:
-        self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._parent:
-            os._exit(1)
 
 
 @dataclass

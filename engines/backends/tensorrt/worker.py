@@ -7,7 +7,6 @@ JSON object a line: {"progress": [phase, done, total]}, {"message": [severity, t
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -20,10 +19,8 @@ from typing import Any
 from engines.backends.tensorrt.builder import build
 from engines.backends.tensorrt.request import PlanError, PlanRequest
 from engines.layers import LayersError
+from engines.machine import DieWith
 from engines.tensorrt import TensorRTMissing
-
-_PR_SET_PDEATHSIG = 1
-"""Number of prctl's request to be sent a signal when the parent ends (linux/prctl.h)."""
 
 
 def main(plan: str, parent: str) -> None:
@@ -75,9 +72,7 @@ class _Forward(logging.Handler):
 def _end_with(parent: int) -> None:
     """Ends this process when the parent ends, and at once on Ctrl-C: TensorRT does not come back to look for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before prctl
-        sys.exit(1)
+    DieWith(parent)()
 
 
 if __name__ == "__main__":
