@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bench import block, denoiser, end_to_end, host
+from bench import block, denoiser, host
 from bench.measuring import Timing
+from bench.served import GRAPHS
 from bench.synthetic import Wanted, compile_packages
 from engines.profile import Profile
 
@@ -18,7 +19,7 @@ def measure(folder: Path, profile: Profile) -> dict[str, Any]:
     """
     profiles = {name for name, _ in block.SIDES.values()}
     forwards = (Wanted(Profile.load(name), denoiser.GRAPHS) for name in sorted(profiles))
-    seconds = compile_packages(folder, (Wanted(profile, end_to_end.GRAPHS), *block.packages(), *forwards))
+    seconds = compile_packages(folder, (Wanted(profile, GRAPHS), *block.packages(), *forwards))
     return {
         "what": "compiling packages side by side",
         "host": host.describe() | {"processors": os.cpu_count()},

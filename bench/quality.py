@@ -118,7 +118,7 @@ def table(measured: Mapping[str, Any]) -> str:
 
 def synthetic(profile: Profile, work: Path) -> Pipeline:
     """A pipeline at released dimensions with random weights, compiled here for this machine's GPU."""
-    from bench.end_to_end import GRAPHS
+    from bench.served import GRAPHS
     from bench.synthetic import Wanted, open_engines, synthetic_store
     from runtime.text import Tokenizer
 

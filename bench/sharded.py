@@ -25,6 +25,7 @@ from bench.synthetic import (
     compile_packages,
     draw_weight,
     open_engines,
+    shared_by,
     synthetic_store,
 )
 from engines.declaration import tensor_record
@@ -169,8 +170,8 @@ class _Case:
 
 def _wanted(ranks: int) -> Wanted:
     """The block of a profile with that many ranks."""
-    shared = {"ranks": Ranks(ulysses=ranks, text_encoder=1, video_tiles=1), "quality": {}}
-    return Wanted(Profile.load(PROFILE).model_copy(update=shared), ("block",))
+    shared = Ranks(ulysses=ranks, text_encoder=1, video_tiles=1)
+    return Wanted(shared_by(Profile.load(PROFILE), shared), ("block",))
 
 
 def _opened(folder: Path, ranks: int) -> EngineSet:

@@ -21,7 +21,7 @@ from engines.backends.inductor import compile_graph
 from engines.declaration import axes, describe_exporter, describe_graph, tensor_record
 from engines.graphs import profile_graphs
 from engines.inductor_steps import compiled_from, compiled_ranges
-from engines.profile import Adapters, Partition, Profile
+from engines.profile import Adapters, Partition, Profile, Ranks
 from engines.quality import weights_of
 from engines.sessions.backend import Opening
 from engines.sessions.dtypes import TORCH
@@ -84,6 +84,12 @@ class Wanted:
     names: tuple[str, ...]
     baked: bool = False
     adapters: tuple[tuple[str, AdapterMode], ...] = ()
+
+
+def shared_by(profile: Profile, ranks: Ranks) -> Profile:
+    """The first tier of a profile on as many GPUs as its stages are to have ranks."""
+    changes = {"gpus": max(count for _, count in ranks), "ranks": ranks, "quality": {}}
+    return Profile.model_validate(profile.model_dump() | changes)
 
 
 def synthetic_store(wanted: Wanted, folder: Path) -> EngineStore:

@@ -144,7 +144,7 @@ class Pipeline(Entrance):
         if peers.tensors is not None:
             opened = opened.of_rank(peers.tensors.rank)
         named = [graph for stage in STAGES if stage in stages for graph in stage_graphs(opened.manifest)[stage]]
-        engines = EngineSet.open(opened, graphs=[graph for graph in named if _takes_part(peers, graph)])
+        engines = EngineSet.open(opened, graphs=[graph for graph in named if takes_part(peers, graph)])
         return cls(engines, Tokenizer(opened.tokenizer_file), cache=cache, policy=policy, peers=peers)
 
     @property
@@ -462,7 +462,7 @@ def stage_graphs(manifest: Manifest) -> Mapping[PipelineStage, tuple[str, ...]]:
     }
 
 
-def _takes_part(peers: Peers, graph: str) -> bool:
+def takes_part(peers: Peers, graph: str) -> bool:
     """Whether a rank has a share of what an engine does, where there are others."""
     if peers.first:
         return True

@@ -88,8 +88,11 @@ class RankProcess:
             frames.write(self._line, frame)
 
     def kill(self) -> None:
-        """Ends it at once; it is gone when this returns."""
+        """Ends it at once."""
         self._process.kill()
+
+    def close(self) -> None:
+        """Gives back what is held of one that was killed; it is gone when this returns."""
         self._process.wait()
         # It may have handed its end on: what reads from the line stops all the same.
         with suppress(OSError):

@@ -31,7 +31,7 @@ NCCL = "nccl"
 ENCODED = tuple(field.name for field in fields(Encoded))
 
 
-def _joined(ranks: Ranks, on_gpu: bool) -> Peers:
+def joined(ranks: Ranks, on_gpu: bool) -> Peers:
     """This process' place; between GPUs, of which each process sees its own alone, by the fastest exchange there is."""
     if not on_gpu:
         return Peers.join(ranks)
@@ -76,7 +76,7 @@ class PipelineService:
         opened = EngineStore.open(store)
         cache = ConditionCache(condition_cache)
         profile = opened.manifest.profile
-        peers = _joined(profile.ranks.serving(chosen), profile.on_gpu)
+        peers = joined(profile.ranks.serving(chosen), profile.on_gpu)
         pipeline = Pipeline.of_store(opened, chosen, cache=cache, peers=peers)
         pipeline.warm()
         return cls(pipeline, cache)

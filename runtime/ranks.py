@@ -304,8 +304,11 @@ class _Life:
     def end(self) -> None:
         """Ends all processes, at once and together."""
         self.lost = self.lost or CLOSED
+        # Nobody is to see that another has gone, and say so in the log.
         for process in self.processes:
             process.kill()
+        for process in self.processes:
+            process.close()
         self.processes = []
         self._answers.put(None)
 

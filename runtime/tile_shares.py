@@ -52,6 +52,19 @@ class TileGroup:
         self._control, self._data = control, data
         # NCCL's groups are not for several threads at once. Nobody holds this for long: what is received is made.
         self._turn: AbstractContextManager[object] = threading.Lock() if data else nullcontext()
+        self._streams = [torch.cuda.Stream() for _ in range(self.size)] if data else []
+        """Of what comes from each rank: what this one computes meanwhile does not wait for it."""
+        self._meet()
+
+    def _meet(self) -> None:
+        """Has NCCL connect rank 0 with each other rank, which it does at the first message; not while ranks compute."""
+        for rank in range(1, self.size) if self._data else ():
+            word = torch.zeros(1, device="cuda")
+            if self.rank == 0:
+                dist.recv(word, group=self._data, group_src=rank)
+            elif self.rank == rank:
+                dist.send(word, group=self._data, group_dst=0)
+            torch.cuda.synchronize()
 
     def serve(self, decode: DecodeNumber) -> None:
         """Decodes the tiles that rank 0 asks for, by their numbers, until it wants no more.
@@ -76,10 +89,18 @@ class TileGroup:
             text = torch.empty(min(length, MOST_TEXT), dtype=torch.uint8)
             dist.recv(text, group=self._control, group_src=rank)
             raise TileFailed(f"rank {rank}: {text.numpy().tobytes().decode(errors='replace')}")
-        tile = torch.empty(tuple(shape), device=device if self._data else "cpu")
-        with self._turn:
-            dist.recv(tile, group=self._data or self._control, group_src=rank)
-        return tile.to(device)
+        if not self._data:
+            tile = torch.empty(tuple(shape))
+            dist.recv(tile, group=self._control, group_src=rank)
+            return tile.to(device)
+        stream = self._streams[rank]
+        with self._turn, torch.cuda.stream(stream):
+            tile = torch.empty(tuple(shape), device=device)
+            dist.recv(tile, group=self._data, group_src=rank)
+        # Its memory is free again when the stream that stitches is done with it.
+        tile.record_stream(torch.cuda.default_stream(device))
+        stream.synchronize()
+        return tile
 
     def _number_from(self, rank: int) -> int:
         number = torch.empty(1, dtype=torch.int64)

@@ -18,8 +18,10 @@ RESERVED = 640 << 20
 PROCESS = 704 << 20
 """A CUDA context with the libraries' kernels: 693 MiB on an H200 (driver 580, CUDA 13.0)."""
 
-COLLECTIVES = 1280 << 20
-"""NCCL's buffers after an all-to-all and an all-gather: 1,286 MiB on two H200."""
+COLLECTIVES, FURTHER_GROUP = 1280 << 20, 480 << 20
+"""NCCL's buffers: 1,286 MiB on two H200 after an all-to-all and an all-gather, 2,222 MiB where three stages are shared,
+each of which has a group of its own.
+"""
 
 FRAME_BYTES = 4 * (2 * 17 + 2 * 5 + 17) + 3
 """A pixel and channel being stitched: body and tail as float32, blended and converted, and a byte of each frame."""
@@ -164,7 +166,8 @@ class Placement:
     def _process(self) -> int:
         if not self.profile.on_gpu:
             return 0
-        return RESERVED + PROCESS + (COLLECTIVES if self.profile.gpus > 1 else 0)
+        groups = sum(count > 1 for _, count in self.profile.ranks)
+        return RESERVED + PROCESS + (COLLECTIVES + FURTHER_GROUP * (groups - 1) if groups else 0)
 
     def _lasting(self, name: Stage) -> int:
         """Buffers that are no graph's: text rows between encoder and denoiser, and the frames being stitched."""
