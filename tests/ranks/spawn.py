@@ -60,10 +60,10 @@ def run_ranks(
 
 def _wait(processes: list[BaseProcess], deadline: float) -> None:
     """Until all have ended, or a few seconds after the first that failed."""
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+    while (alive := [process for process in processes if process.is_alive()]) and time.monotonic() < deadline:
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + 5)
-        next(process for process in processes if process.is_alive()).join(0.05)
+        alive[0].join(0.05)
 
 
 def _rank(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,13 +66,14 @@ def frames_of(
     decode: DecodeTile,
     cancellation: Cancellation | None = None,
     before: Callable[[], None] = lambda: None,
+    deal: type[DealtTiles] = DealtTiles,
 ) -> torch.Tensor:
     """One video, on rank 0, which does something else before; the others serve and have no frames."""
     plan = VideoPlan.of_latents(latents, DIMENSIONS)
     if tiles.rank:
         tiles.serve(lambda number: plan.decode(latents, decode, number))
         return torch.empty(0)
-    with DealtTiles(tiles, plan.tiles, used_tile(DIMENSIONS), latents.device) as order:
+    with deal(tiles, plan.tiles, used_tile(DIMENSIONS), latents.device) as order:
         before()
         given = (Reporter.silent(), cancellation or Cancellation(), order)
         return torch.cat([part.clone() for part in decode_frames(latents, decode, DIMENSIONS, *given)], dim=1)
@@ -151,13 +153,24 @@ def fail(tiles: TileGroup, error: Exception | None, complaint: str) -> None:
             frames_of(tiles, latents_of(12, 512, 320), decode)
 
 
+class Left(DealtTiles):
+    """Notes when the last one has been left."""
+
+    at = 0.0
+
+    def __exit__(self, *raised: Any) -> None:
+        Left.at = time.monotonic()
+        super().__exit__(*raised)
+
+
 def stop(tiles: TileGroup) -> None:
     """A cancellation reaches ranks that do not hear of it: they are asked for nothing more."""
-    cancellation, decoder = Cancellation(), Decoder(tiles.rank, slowest=0.01)
+    cancellation, decoder, began = Cancellation(), Decoder(tiles.rank, slowest=0.01), list[float]()
 
     def decode(latents: torch.Tensor) -> torch.Tensor:
         if tiles.rank == 0 and decoder.count:
             cancellation.cancel()
+        began.append(time.monotonic())
         return decoder(latents)
 
     latents = latents_of(52, 512, 320)
@@ -165,8 +178,10 @@ def stop(tiles: TileGroup) -> None:
         frames_of(tiles, latents, decode)
     else:
         with pytest.raises(Cancelled, match="decoder tile"):
-            frames_of(tiles, latents, decode, cancellation)
-    assert sum(from_all(decoder.count)) <= TILES_AHEAD * tiles.size + 1
+            frames_of(tiles, latents, decode, cancellation, deal=Left)
+    left = from_all(Left.at)[0]
+    assert sum(from_all(sum(one > left for one in began))) <= IN_FLIGHT * (tiles.size - 1)
+    assert sum(from_all(len(began))) < VideoPlan.of_latents(latents, DIMENSIONS).tiles
 
 
 def from_all(number: float) -> list[float]:
