@@ -62,7 +62,8 @@ def serve(
         Path | None, typer.Option(help="Folder that requests may name files of. Default: none.", exists=True)
     ] = None,
     condition_cache: Annotated[
-        str, typer.Option(help="Memory for encoded prompts and references, for each of two processes; or off.")
+        str,
+        typer.Option(help="Memory for encoded prompts and references, in ranks or else each of two models; or off."),
     ] = DEFAULT_CACHE,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when stopping.")] = 600,
     warm: Annotated[
@@ -258,8 +259,12 @@ class _Local:
 
     def __init__(self, store: Path) -> None:
         from runtime.ranked_pipeline import open_pipeline
+        from runtime.ranks import GroupSettings, RankGroup
 
-        self._pipeline = open_pipeline(store, told=console.heading)
+        def start(settings: GroupSettings) -> RankGroup:
+            return RankGroup(settings, console.heading).start()
+
+        self._pipeline = open_pipeline(store, start=start)
 
     def resolve(self, prompt: str, params: Mapping[str, Any], files: Files) -> Mapping[str, Any]:
         return self._pipeline.take(prompt, params, files).resolved.model_dump(mode="json")

@@ -14,7 +14,7 @@ from h3trt import console
 from h3trt.amounts import amount, bytes_of
 from h3trt.console import Moment
 from triton_repo.metric_table import RANK_WEIGHTS
-from triton_repo.names import DEFAULT_CONDITION_CACHE, DEVICE_MODELS
+from triton_repo.names import DEFAULT_CONDITION_CACHE, STREAM
 from triton_repo.scrape import samples
 
 if TYPE_CHECKING:
@@ -62,18 +62,17 @@ def running_server(
         console.heading(f"ready after {time.monotonic() - started:.1f} s, log {settings.log_file}")
         # One that is lost meanwhile is the watchdog's business.
         with suppress(*UNREACHABLE):
-            for line in _ranks(read_metrics(server.endpoints.metrics)):
+            if line := _ranks(read_metrics(server.endpoints.metrics)):
                 console.heading(line)
         yield server
 
 
-def _ranks(metrics: str) -> Iterator[str]:
-    """What each model with ranks of its own has as weights in them."""
-    for model in DEVICE_MODELS:
-        weights = [int(count) for _, count in samples(metrics, RANK_WEIGHTS.name, model=model)]
-        if len(weights) > 1:
-            most, together = amount(max(weights)), amount(sum(weights))
-            yield f"{model}: {len(weights)} ranks, weights of {together} together, at most {most} in one"
+def _ranks(metrics: str) -> str:
+    """What the ranks have as weights; empty where there is one."""
+    weights = [int(count) for _, count in samples(metrics, RANK_WEIGHTS.name, model=STREAM)]
+    if len(weights) < 2:
+        return ""
+    return f"{len(weights)} ranks, weights of {amount(sum(weights))} together, at most {amount(max(weights))} in one"
 
 
 def cache_bytes(text: str) -> int:

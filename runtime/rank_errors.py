@@ -14,6 +14,7 @@ class RankLost(Exception):
     """
 
     def __init__(self, message: str, said: str = "") -> None:
+        self.message, self.said = message, said
         self.public = f"{LOST}{message}"
         super().__init__(f"{self.public}: {said}" if said else self.public)
 

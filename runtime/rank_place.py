@@ -25,7 +25,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 """NCCL without NVLink multicast, which needs more of a host than every one has. What an operator has set stays."""
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
-_LAST_PORT = 65532
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Meeting:
     local: int = 0
 
     @staticmethod
-    def of(environment: Mapping[str, str], offset: int = 0) -> Meeting:
+    def of(environment: Mapping[str, str]) -> Meeting:
         """What MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE say; without MASTER_ADDR all ranks are on this machine.
 
-        offset: is added to the port, so that several groups have one each. Raises GroupError.
+        Raises GroupError.
         """
         address = environment.get("MASTER_ADDR", "")
         if not address:
             return Meeting()
         port, local = (_number(environment, name) for name in ("MASTER_PORT", "LOCAL_WORLD_SIZE"))
         if not 1 <= port <= _LAST_PORT:
-            raise GroupError(f"MASTER_PORT: got {port}; must be from 1 to {_LAST_PORT}, with three ports behind it")
-        return Meeting(address, port + offset, local)
+            raise GroupError(f"MASTER_PORT: got {port}; must be from 1 to {_LAST_PORT}")
+        return Meeting(address, port, local)
 
 
 @dataclass(frozen=True)

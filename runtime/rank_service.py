@@ -7,7 +7,7 @@ Every rank does each command with the same pipeline calls. A command's header ha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from runtime.events import Cancellation, Event
 from runtime.frames import Frame
 from runtime.intake import Taken
 from runtime.peers import Peers, portable
-from runtime.pipeline import LATENTS, STAGES, Encoded, Pipeline, PipelineStage, Progress
+from runtime.pipeline import LATENTS, Encoded, Pipeline, Progress
 from runtime.rank_worker import Send
 
 NCCL = "nccl"
@@ -67,17 +67,16 @@ class PipelineService:
         }
 
     @classmethod
-    def open(cls, store: str | Path, stages: Collection[str], condition_cache: int) -> PipelineService:
-        """Opens this rank's part of some stages, and does now what the first run of each engine would wait for.
+    def open(cls, store: str | Path, condition_cache: int) -> PipelineService:
+        """Opens this rank's part of all stages, and does now what the first run of each engine would wait for.
 
-        torch's default group must be open. Raises StoreError, and KeyError for a stage that is none.
+        torch's default group must be open. Raises StoreError.
         """
-        chosen: list[PipelineStage] = [stage for stage in STAGES if stage in stages]
         opened = EngineStore.open(store)
         cache = ConditionCache(condition_cache)
         profile = opened.manifest.profile
-        peers = joined(profile.ranks.serving(chosen), profile.on_gpu)
-        pipeline = Pipeline.of_store(opened, chosen, cache=cache, peers=peers)
+        peers = joined(profile.ranks, profile.on_gpu)
+        pipeline = Pipeline.of_store(opened, cache=cache, peers=peers)
         pipeline.warm()
         return cls(pipeline, cache)
 

@@ -279,7 +279,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m runtime.rank_worker`: a rank of an engine store."""
     parser = argparse.ArgumentParser(prog="python -m runtime.rank_worker", description="One rank of an engine store.")
     parser.add_argument("--store", required=True, type=Path, help="the engine store")
-    parser.add_argument("--stages", required=True, help="encode, denoise, decode, with commas between them")
     parser.add_argument("--condition-cache", type=int, default=0, help="bytes of encoded prompts and references")
     parser.add_argument("--first-rank", type=int, default=0, help="of this machine, where torchrun starts the ranks")
     parser.add_argument("--ranks", type=int, default=0, help="of all machines; default: WORLD_SIZE")
@@ -293,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def opened() -> Service:
         from runtime.rank_service import PipelineService
 
-        return PipelineService.open(chosen.store, chosen.stages.split(","), chosen.condition_cache)
+        return PipelineService.open(chosen.store, chosen.condition_cache)
 
     work(place, opened)
 

@@ -6,10 +6,10 @@ Requests are taken in here; what is left of them goes to the ranks as commands (
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,26 @@ from runtime.ranks import DEFAULT_STALL_SECONDS, GroupSettings, RankGroup
 from runtime.refusal import MISSING, RequestError
 from runtime.request import Resolved
 from runtime.text import Tokenizer
+
+
+class Group(Protocol):
+    """Ranks, as whoever has work for them sees them (`runtime.ranks.RankGroup` is one)."""
+
+    @property
+    def restarts(self) -> int:
+        """How often they have been started again."""
+
+    @property
+    def facts(self) -> Mapping[str, list[int]]:
+        """What they say of themselves: each number of all ranks, in their order."""
+
+    def run(
+        self, header: Mapping[str, Any], parts: Sequence[bytes], cancellation: Cancellation
+    ) -> Generator[Frame, None, None]:
+        """The messages that answer a command, the last with "end". Raises RankLost and Cancelled."""
+
+    def close(self) -> None:
+        """Ends them, or lets go of them."""
 
 
 @dataclass
@@ -45,7 +65,7 @@ class RankedPipeline(Entrance):
     All that waits for ranks raises RankLost when one is lost; the group starts again by itself.
     """
 
-    def __init__(self, intake: Intake, group: RankGroup) -> None:
+    def __init__(self, intake: Intake, group: Group) -> None:
         """group: has been started; it is closed with the pipeline."""
         super().__init__(intake)
         self._group = group
@@ -145,6 +165,9 @@ class RankedPipeline(Entrance):
 
 AnyPipeline = Pipeline | RankedPipeline
 
+Start = Callable[[GroupSettings], Group]
+"""Starts ranks, or finds those that are there; raises GroupError and RankLost."""
+
 
 def open_pipeline(
     store: str | Path,
@@ -152,40 +175,29 @@ def open_pipeline(
     condition_cache: int = 0,
     policy: MediaPolicy | None = None,
     stall: float = DEFAULT_STALL_SECONDS,
-    told: Callable[[str], None] = lambda text: None,
+    start: Start = lambda settings: RankGroup(settings).start(),
+    on_gpu_in_ranks: bool = False,
 ) -> AnyPipeline:
-    """Opens the engines of `stages`: in this process, or in a group of ranks where the profile shares one of them.
+    """Opens the engines of `stages` in this process, or those of all stages in ranks.
 
-    condition_cache: bytes of encoded prompts and references that are kept. stall: seconds after which ranks that do not
-    move are lost. told: hears of ranks that are lost and started again, in a thread of the group. Raises StoreError,
-    and GroupError and RankLost when the ranks do not start.
+    In ranks where the profile has several of any stage; on GPUs also one, if `on_gpu_in_ranks`: other processes may
+    then share it. condition_cache: bytes of encoded prompts and references that are kept. stall: seconds after which
+    ranks that do not move are lost. Raises StoreError, and what `start` raises.
     """
     opened = EngineStore.open(store)
     profile = opened.manifest.profile
-    size = profile.ranks.serving(stages).processes
-    if size == 1:
+    if profile.ranks.processes == 1 and not (on_gpu_in_ranks and profile.on_gpu):
         return Pipeline.of_store(opened, stages, ConditionCache(condition_cache), policy)
-    intake = Intake(opened.manifest, Tokenizer(opened.tokenizer_file), policy)
+    options = ("--store", str(opened.root.resolve()), "--condition-cache", str(condition_cache))
     settings = GroupSettings(
-        program=_program(opened.root, stages, condition_cache),
-        size=size,
-        meeting=Meeting.of(os.environ, _port_offset(stages)),
+        # -P: whatever lies in the folder that the server was started in is not imported.
+        program=("-P", "-m", "runtime.rank_worker", *options),
+        size=profile.ranks.processes,
+        meeting=Meeting.of(os.environ),
         threads=0 if profile.on_gpu else profile.thread_count(),
         stall=stall,
     )
-    return RankedPipeline(intake, RankGroup(settings, told).start())
-
-
-def _program(store: Path, stages: Collection[PipelineStage], condition_cache: int) -> tuple[str, ...]:
-    chosen = ",".join(stage for stage in STAGES if stage in stages)
-    options = ("--store", str(store.resolve()), "--stages", chosen, "--condition-cache", str(condition_cache))
-    # -P: whatever lies in the folder that the server was started in is not imported.
-    return ("-P", "-m", "runtime.rank_worker", *options)
-
-
-def _port_offset(stages: Collection[PipelineStage]) -> int:
-    """A port of its own for each of a server's groups: that of all stages, and behind it those of one."""
-    return 0 if len(stages) > 1 else 1 + STAGES.index(next(iter(stages)))
+    return RankedPipeline(Intake(opened.manifest, Tokenizer(opened.tokenizer_file), policy), start(settings))
 
 
 def _raise(header: Mapping[str, Any]) -> None:

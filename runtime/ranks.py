@@ -51,6 +51,12 @@ class GroupSettings:
     steady: float = 60.0
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
+    def __post_init__(self) -> None:
+        """Raises GroupError for more ranks here than there are in all."""
+        if not 1 <= self.local <= self.size:
+            rule = f"must be from 1 to {self.size}, the ranks of the group"
+            raise GroupError(f"LOCAL_WORLD_SIZE: got {self.local}; {rule}")
+
     @property
     def local(self) -> int:
         """Ranks that are started here."""
@@ -69,9 +75,6 @@ class RankGroup:
 
     def __init__(self, settings: GroupSettings, told: Callable[[str], None] = lambda text: None) -> None:
         """`told` hears of each loss, failed start and start after a loss, in a thread of the group."""
-        if not 1 <= settings.local <= settings.size:
-            rule = f"must be from 1 to {settings.size}, the ranks of the group"
-            raise GroupError(f"LOCAL_WORLD_SIZE: got {settings.local}; {rule}")
         self._settings = settings
         self._told = told
         self._changed = threading.Condition()

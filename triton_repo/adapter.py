@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ from triton_repo.names import (
 )
 from triton_repo.queue_state import queue_of
 from triton_repo.serving_state import ServingState
+from triton_repo.shared_ranks import folder_of, start_shared
 from triton_repo.stage_clock import StageClock
 
 if TYPE_CHECKING:
@@ -261,14 +263,18 @@ class Model(ABC):
         if self._ranked is not None:
             self._ranked.close()
 
-    def open_pipeline(self, store: Path, stages: Collection[PipelineStage], condition_cache: int = 0) -> AnyPipeline:
-        """The pipeline of some stages, in this process or in ranks, every engine opened; its work is measured."""
+    def open_pipeline(self, store: Path, stages: Collection[PipelineStage]) -> AnyPipeline:
+        """The pipeline of some stages, in this process or in the server's ranks, every engine opened.
+
+        Its work is measured.
+        """
         from runtime.ranked_pipeline import RankedPipeline, open_pipeline
 
-        def told(text: str) -> None:
-            self.log.warning("ranks", reason=text)
-
-        pipeline = open_pipeline(store, stages, condition_cache, self.settings.media, self.settings.stall, told)
+        chosen = self.settings
+        start = partial(start_shared, folder_of(os.getppid(), chosen.state.folder if chosen.state else None))
+        pipeline = open_pipeline(
+            store, stages, chosen.condition_cache, chosen.media, chosen.stall, start, on_gpu_in_ranks=True
+        )
         if isinstance(pipeline, RankedPipeline):
             self._ranked = pipeline
         self._show_ranks(pipeline)

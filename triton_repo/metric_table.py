@@ -84,7 +84,10 @@ CACHE_MISSES = Metric("h3_condition_cache_misses_total", "counter", (), "Prompts
 CACHE_BYTES = Metric("h3_condition_cache_bytes", "gauge", (), "Bytes of encodings that are kept")
 RESTARTS = Metric("h3_restarts_total", "counter", (), "Times that h3trt serve has started the lost server again")
 RANK_RESTARTS = Metric(
-    "h3_rank_restarts_total", "counter", (), "Times that the model's lost ranks have been started again"
+    "h3_rank_restarts_total",
+    "counter",
+    (),
+    "Times that lost ranks have been started again, as far as the model has heard: models share them",
 )
 RANK_WEIGHTS = Metric(
     "h3_rank_weight_bytes",

@@ -82,10 +82,10 @@ class RepositorySettings:
 
     max_queue_size: requests of one priority that wait for a model before more are refused. queue_timeout: seconds after
     which one that still waits is refused. media_hosts, media_root: where URLs of media may lead to.
-    condition_cache: bytes of encoded prompts and references that each of h3_encode and h3_stream may keep. state: the
-    folder of what the server remembers from one start to the next; None: it remembers nothing. warm: run requests of
-    each size that the engines are for before the models are ready; None: on GPUs. hang: seconds after which a server
-    that does not move is started again; its ranks are earlier, so that they may mend it. 0: never.
+    condition_cache: bytes of encoded prompts and references that ranks, or else each of h3_encode and h3_stream, may
+    keep. state: the folder of what the server remembers from one start to the next; None: it remembers nothing. warm:
+    run requests of each size that the engines are for before the models are ready; None: on GPUs. hang: seconds after
+    which a server that does not move is started again; its ranks are earlier, so that they may mend it. 0: never.
     """
 
     max_queue_size: int = DEFAULT_QUEUE

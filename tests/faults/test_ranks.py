@@ -20,15 +20,15 @@ from tests.conftest import H3TRT
 from tests.faults.conftest import OtherClient
 from tests.ranks.processes import runs
 from tests.ranks.stores import ranked_store
-from tests.serving.conftest import Traces
 from triton_repo import metric_table as table
 from triton_repo.client import Client, ClientError, Failure
 from triton_repo.control import read_metrics
-from triton_repo.names import PREPARE, PUBLIC_MODELS, STREAM
+from triton_repo.names import PUBLIC_MODELS, STREAM
 from triton_repo.repository import RepositorySettings, render
 from triton_repo.scrape import samples, value
 from triton_repo.server import ServerSettings, TritonServer
 
+KEEPER = "triton_repo.rank_keeper"
 PROMPT = "A fox runs over snow"
 QUICK: Mapping[str, Any] = {
     "duration": 4,
@@ -39,7 +39,6 @@ QUICK: Mapping[str, Any] = {
     "seed": 1,
 }
 LONG: Mapping[str, Any] = {**QUICK, "num_inference_steps": 49}
-ALL_STAGES = "encode,denoise,decode"
 
 
 def settings(ranked: Path, directory: Path, *models: str) -> ServerSettings:
@@ -54,8 +53,7 @@ def ranked(store: Path, session_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(ranked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The models that `h3trt generate` calls; those of the ensemble would be three more pairs of processes."""
-    with TritonServer(settings(ranked, tmp_path_factory.mktemp("ranks"), STREAM, PREPARE)) as one:
+    with TritonServer(settings(ranked, tmp_path_factory.mktemp("ranks"), *PUBLIC_MODELS)) as one:
         yield one
 
 
@@ -65,11 +63,11 @@ def client(server: TritonServer) -> Iterator[Client]:
         yield one
 
 
-def ranks(server: TritonServer, stages: str = ALL_STAGES) -> list[psutil.Process]:
-    """The processes of the ranks that serve these stages, in their order."""
+def ranks(server: TritonServer, program: str = "runtime.rank_worker") -> list[psutil.Process]:
+    """The processes of the ranks, in their order; or that of their keeper."""
     below = psutil.Process(server.pid).children(recursive=True)
-    found = [process for process in below if {"runtime.rank_worker", stages} <= set(process.cmdline())]
-    return sorted(found, key=lambda process: int(process.environ()["RANK"]))
+    found = [process for process in below if program in process.cmdline()]
+    return sorted(found, key=lambda process: int(process.environ().get("RANK", 0)))
 
 
 def metric(server: TritonServer, one: table.Metric, **labels: str) -> float:
@@ -132,24 +130,39 @@ def test_the_request_of_a_killed_client_stops_on_all_ranks(server: TritonServer,
     assert [process.pid for process in ranks(server)] == before
 
 
+def test_all_models_share_the_ranks(server: TritonServer, client: Client) -> None:
+    assert len(ranks(server, KEEPER)) == 1
+    assert client.generate_unary(PROMPT, QUICK).mp4 == client.generate(PROMPT, QUICK).mp4
+    assert len(ranks(server)) == 2
+
+
+def test_a_killed_keeper_costs_its_request_alone(server: TritonServer, client: Client) -> None:
+    (keeper,), before = ranks(server, KEEPER), ranks(server)
+    restarts = metric(server, table.RANK_RESTARTS)
+
+    def kill(event: Mapping[str, Any]) -> None:
+        if event["stage"] == "denoise" and event["index"] == 2:
+            keeper.kill()
+
+    with pytest.raises(ClientError, match="lost: the process that keeps them has ended") as lost:
+        client.generate(PROMPT, LONG, kill)
+    assert lost.value.failure is Failure.UNAVAILABLE
+    assert client.generate_unary(PROMPT, QUICK).mp4 == client.generate(PROMPT, QUICK).mp4
+    assert len(ranks(server, KEEPER)) == 1
+    assert len(ranks(server)) == 2
+    assert not {process.pid for process in before} & {process.pid for process in ranks(server)}
+    assert reaches(server, table.RANK_RESTARTS, int(restarts) + 1)
+
+
 def test_no_rank_survives_a_killed_server(server: TritonServer) -> None:
     """The last test of the server. One rank is stopped, as one that hangs would be; nobody else ends the others."""
     below = psutil.Process(server.pid).children(recursive=True)
     every = ranks(server)
     assert len(every) == 2
+    assert len(ranks(server, KEEPER)) == 1
     every[0].send_signal(signal.SIGSTOP)
     os.kill(server.pid, signal.SIGKILL)
     end = time.monotonic() + 10
     while (left := [process for process in below if runs(process.pid)]) and time.monotonic() < end:
         time.sleep(0.1)
     assert left == []
-
-
-@pytest.mark.soak
-def test_the_ensemble_of_ranks_makes_the_clip_of_the_stream(ranked: Path, tmp_path: Path) -> None:
-    with TritonServer(settings(ranked, tmp_path, *PUBLIC_MODELS)) as one, Client(one.endpoints.grpc) as client:
-        # Each of the models that runs a stage that is shared has ranks of its own.
-        assert len(ranks(one)) == len(ranks(one, "denoise")) == 2
-        assert client.generate_unary(PROMPT, QUICK).mp4 == client.generate(PROMPT, QUICK).mp4
-        traces = Traces(one.pid)
-    assert traces.left() == []

@@ -299,7 +299,7 @@ def test_ranks_that_torchrun_starts_elsewhere_take_part_and_come_back_with_the_g
     ("variables", "error"),
     [
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "x", "LOCAL_WORLD_SIZE": "2"}, "MASTER_PORT: got 'x'"),
-        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "65533", "LOCAL_WORLD_SIZE": "2"}, "must be from 1 to 65532"),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "65536", "LOCAL_WORLD_SIZE": "2"}, "must be from 1 to 65535"),
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, "LOCAL_WORLD_SIZE: got ''"),
     ],
 )
@@ -308,7 +308,7 @@ def test_where_ranks_meet_is_read_as_torchrun_has_it(variables: dict[str, str], 
         Meeting.of(variables)
     assert Meeting.of({}) == Meeting("127.0.0.1", 0, 0)
     given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
-    assert Meeting.of(given, offset=3) == Meeting("10.0.0.1", 29503, 2)
+    assert Meeting.of(given) == Meeting("10.0.0.1", 29500, 2)
 
 
 def test_a_rank_of_another_machine_counts_from_the_ranks_before_it() -> None:

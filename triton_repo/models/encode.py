@@ -19,7 +19,7 @@ class TritonPythonModel(adapter.UnaryModel):
 
     def open(self, store: Path) -> None:
         """Open the encoders' engines."""
-        self.pipeline = self.open_pipeline(store, ["encode"], self.settings.condition_cache)
+        self.pipeline = self.open_pipeline(store, ["encode"])
         self.cache = self.pipeline.cache
         self.warm(rehearsals(self.pipeline.manifest, ["encode"]), partial(rehearse, self.pipeline))
 

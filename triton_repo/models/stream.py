@@ -33,7 +33,7 @@ class TritonPythonModel(adapter.Model):
 
     def open(self, store: Path) -> None:
         """Open the engines of all stages."""
-        self.pipeline = self.open_pipeline(store, STAGES, self.settings.condition_cache)
+        self.pipeline = self.open_pipeline(store, STAGES)
         self.cache = self.pipeline.cache
         self.warm(rehearsals(self.pipeline.manifest), partial(rehearse, self.pipeline))
 
