@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -15,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from runtime import frames
 from runtime.events import Cancellation
 from runtime.frames import Frame, FrameError
@@ -22,6 +25,9 @@ from runtime.rank_errors import GroupError, RankLost
 from runtime.rank_process import POLL_SECONDS, interpreter
 from runtime.ranks import GroupSettings
 from triton_repo.rank_keeper import SOCKET, locked
+
+_NAME = "h3trt-ranks."
+"""Of a folder, behind which comes the process id of tritonserver."""
 
 _ATTEMPTS = 3
 """A keeper may be at its end when a line to it is opened."""
@@ -34,11 +40,17 @@ def folder_of(server: int, state: Path | None) -> Path:
 
     state: the folder of what the server remembers; None: there is none, and it lies among temporary files.
     """
-    return (state or Path(tempfile.gettempdir())) / f"h3trt-ranks.{server}"
+    return (state or Path(tempfile.gettempdir())) / f"{_NAME}{server}"
 
 
 def start_shared(folder: Path, settings: GroupSettings) -> SharedRanks:
     """A line to the ranks in a folder. Raises GroupError and RankLost when they do not start."""
+    # What servers have left that were killed with all that was theirs.
+    for left in folder.parent.glob(f"{_NAME}*"):
+        # A server in another container may have any process id.
+        server = left.suffix[1:]
+        if server.isdecimal() and not psutil.pid_exists(int(server)) and not _listens(left):
+            shutil.rmtree(left, ignore_errors=True)
     return SharedRanks(folder, settings).start()
 
 
@@ -133,7 +145,7 @@ class SharedRanks:
         """A line to a keeper whose ranks are ready."""
         for _ in range(_ATTEMPTS):
             with locked(self._folder):
-                line = self._connected() or self._of_new_keeper()
+                line = _connected(self._folder) or self._of_new_keeper()
             try:
                 if (greeting := frames.read(line)) is not None:
                     self._hear(greeting.header)
@@ -146,21 +158,10 @@ class SharedRanks:
             line.close()
         raise RankLost(KEEPER_GONE)
 
-    def _connected(self) -> socket.socket | None:
-        """A line to the keeper, if there is one."""
-        line = socket.socket(socket.AF_UNIX)
-        try:
-            with self._address() as address:
-                line.connect(address)
-        except (FileNotFoundError, ConnectionRefusedError):
-            line.close()
-            return None
-        return line
-
     def _of_new_keeper(self) -> socket.socket:
         """A line to a keeper that is started here."""
         with socket.socket(socket.AF_UNIX) as listener:
-            with self._address() as address:
+            with _address(self._folder) as address:
                 (self._folder / SOCKET).unlink(missing_ok=True)
                 listener.bind(address)
             listener.listen()
@@ -177,19 +178,10 @@ class SharedRanks:
             except OSError as error:
                 raise RankLost("the ranks could not be started", str(error)) from error
             threading.Thread(target=keeper.wait, daemon=True).start()
-            line = self._connected()
+            line = _connected(self._folder)
         if line is None:
             raise RankLost(KEEPER_GONE)
         return line
-
-    @contextmanager
-    def _address(self) -> Iterator[str]:
-        """The socket's, however long the folder's name is."""
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            yield f"/proc/self/fd/{folder}/{SOCKET}"
-        finally:
-            os.close(folder)
 
     def _drop(self) -> None:
         assert self._line is not None
@@ -203,6 +195,39 @@ _CANCEL = Frame({"cancel": True})
 
 _ENDS = frozenset(("end", "lost", "setting"))
 """Of which the last message of an answer has one."""
+
+
+def _connected(folder: Path) -> socket.socket | None:
+    """A line to the keeper of a folder, if there is one."""
+    line = socket.socket(socket.AF_UNIX)
+    try:
+        with _address(folder) as address:
+            line.connect(address)
+    except (FileNotFoundError, ConnectionRefusedError):
+        line.close()
+        return None
+    return line
+
+
+def _listens(folder: Path) -> bool:
+    try:
+        line = _connected(folder)
+    except OSError:
+        # It is no folder, or not this user's.
+        return True
+    if line is not None:
+        line.close()
+    return line is not None
+
+
+@contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """The socket's, however long the folder's name is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
+    finally:
+        os.close(descriptor)
 
 
 def _close(line: socket.socket) -> None:

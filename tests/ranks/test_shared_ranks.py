@@ -21,7 +21,7 @@ from runtime.rank_errors import GroupError, RankLost
 from runtime.rank_place import Meeting
 from tests.ranks.processes import runs
 from tests.ranks.test_group import PAUSE, UNITS, gone, settings, within
-from triton_repo.shared_ranks import KEEPER_GONE, SharedRanks, start_shared
+from triton_repo.shared_ranks import KEEPER_GONE, SharedRanks, folder_of, start_shared
 
 KEEPER = "triton_repo.rank_keeper"
 
@@ -112,6 +112,14 @@ def test_an_answer_ends_when_it_is_cancelled_or_nobody_takes_it(
 def ask_only_end(ranks: SharedRanks, **header: Any) -> dict[str, Any]:
     *_, end = ranks.run(header, (), Cancellation())
     return dict(end.header)
+
+
+def test_what_a_killed_server_has_left_is_cleared_away(tmp_path: Path) -> None:
+    gone_server, living = folder_of(2**22 + 1, tmp_path), folder_of(os.getpid(), tmp_path)
+    for folder in (gone_server, living):
+        folder.mkdir()
+    start_shared(folder_of(os.getppid(), tmp_path), settings(tmp_path)).close()
+    assert [folder.exists() for folder in (gone_server, living)] == [False, True]
 
 
 def test_what_is_killed_costs_one_command(tmp_path: Path, pair: tuple[SharedRanks, SharedRanks]) -> None:
