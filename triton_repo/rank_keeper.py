@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from runtime.events import Cancellation, Cancelled
 from runtime.frames import Frame, FrameError
 from runtime.rank_errors import GroupError, RankLost
 from runtime.rank_place import Meeting
+from runtime.rank_process import POLL_SECONDS
 from runtime.ranks import GroupSettings, RankGroup
 from triton_repo.logs import Log, set_up
 
@@ -91,11 +93,10 @@ class Keeper:
 
     def _serve(self, line: socket.socket) -> None:
         """One model, to the end of its line."""
-        gone = threading.Event()
+        cancelled = threading.Event()
         threads: list[threading.Thread] = []
         try:
             self._greet(line)
-            cancelled = gone
             while (frame := frames.read(line)) is not None:
                 if "cancel" in frame.header:
                     cancelled.set()
@@ -103,19 +104,21 @@ class Keeper:
                 cancelled = threading.Event()
                 threads = [threading.Thread(target=self._answer, args=(line, frame, cancelled), daemon=True)]
                 threads[0].start()
-            cancelled.set()
         except (OSError, FrameError) as error:
             self._log.warning("a line of the ranks has broken", reason=str(error))
         finally:
+            cancelled.set()
             for thread in threads:
                 thread.join()
             self._leave(line)
 
     def _greet(self, line: socket.socket) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._started)
-            greeting = self._failure or self._told({"ready": True})
-        frames.write(line, greeting)
+            while not self._changed.wait_for(lambda: self._started, POLL_SECONDS):
+                # Who waits says nothing: what can be read is the end.
+                if select.select([line], [], [], 0)[0]:
+                    raise OSError("closed while ranks start")
+        frames.write(line, self._failure or self._told({"ready": True}))
 
     def _leave(self, line: socket.socket) -> None:
         """The last one sees its line closed when the ranks are gone."""

@@ -30,6 +30,9 @@ class FakeService:
         size = dist.get_world_size()
         self._peers = Peers.join(Ranks(ulysses=size, text_encoder=1, video_tiles=1))
         self._group = ProcessGroup(dist.new_group())
+        # Like a large engine.
+        if (FOLDER / "slow").exists():
+            time.sleep(3600)
         # Broken as an engine would be that cannot be opened.
         if (FOLDER / "broken").exists() and self._peers.rank == 1:
             raise RuntimeError("an engine is broken")

@@ -177,6 +177,7 @@ def test_a_model_that_is_killed_leaves_its_command_and_no_more(tmp_path: Path, p
 
 
 def test_the_only_model_is_killed_while_ranks_start(tmp_path: Path, place: Path) -> None:
+    (tmp_path / "slow").touch()
     context = multiprocessing.get_context("spawn")
     started = context.Event()
     model = context.Process(target=wait, args=(str(tmp_path), str(place), started))
