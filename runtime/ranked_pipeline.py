@@ -193,7 +193,8 @@ def open_pipeline(
         # -P: whatever lies in the folder that the server was started in is not imported.
         program=("-P", "-m", "runtime.rank_worker", *options),
         size=profile.ranks.processes,
-        meeting=Meeting.of(os.environ),
+        # A single rank meets nobody, whatever a scheduler has put into the environment.
+        meeting=Meeting.of(os.environ) if profile.ranks.processes > 1 else Meeting(),
         threads=0 if profile.on_gpu else profile.thread_count(),
         stall=stall,
     )

@@ -140,12 +140,17 @@ class RankGroup:
         A group that is being started is waited for. When `cancellation` says so, every rank stops before its next step,
         and the end says that. Raises RankLost, Cancelled while there is no group, and FrameError for what is too large.
         """
-        with self._one_at_a_time:
+        while not self._one_at_a_time.acquire(timeout=POLL_SECONDS):
+            if cancellation.cancelled:
+                raise Cancelled("cancelled before its turn")
+        try:
             life = self._ready(cancellation)
             command = Frame({**header, "number": next(self._numbers)}, tuple(parts))
             # Refused before any rank hears of it.
             command.head()
             yield from life.run(command, cancellation)
+        finally:
+            self._one_at_a_time.release()
 
     def _ready(self, cancellation: Cancellation) -> _Life:
         with self._changed:

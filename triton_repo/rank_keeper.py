@@ -16,8 +16,9 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,21 @@ from triton_repo.logs import Log, set_up
 
 SOCKET, _LOCK = "ranks", "lock"
 
-FIRST_LINE_SECONDS = 60.0
-"""How long it waits for the model that has started it."""
+FIRST_LINE_SECONDS = 10.0
+"""How long it waits for the model that has started it, which opens its line at once."""
+
+PAUSE_SECONDS = 0.1
+"""After a line that could not be taken."""
+
+
+FAILED = "the process that keeps them has failed"
+
+
+def readable(line: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read within that time, or the end."""
+    waiting = select.poll()
+    waiting.register(line, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
 
 
 class Keeper:
@@ -61,10 +75,12 @@ class Keeper:
             self._over = True
             listener.close()
         self._group.close()
-        with locked(folder), suppress(OSError):
-            # Another keeper may have come here meanwhile.
-            if (folder / SOCKET).stat().st_ino == own:
-                shutil.rmtree(folder)
+        with suppress(OSError, GroupError):
+            # Another keeper may have come here meanwhile; a server that was killed is cleared away by the next one.
+            if folder.exists():
+                with locked(folder):
+                    if (folder / SOCKET).stat().st_ino == own:
+                        shutil.rmtree(folder)
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -75,21 +91,34 @@ class Keeper:
             self._group.start()
         except (GroupError, RankLost) as error:
             failure = failed(error)
+        except Exception as error:
+            self._log.error("the ranks were not started", error)
+            failure = Frame({"lost": FAILED, "said": repr(error)})
         with self._changed:
             self._started, self._failure = True, failure
             self._changed.notify_all()
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # it is closed at the end
-            while True:
+        while not self._over:
+            try:
                 line, _ = listener.accept()
-                with self._changed:
-                    if self._over:
-                        line.close()
-                        continue
-                    self._lines, self._had_lines = self._lines + 1, True
-                    self._changed.notify_all()
+            except OSError as error:
+                # It is closed at the end; or there are no more descriptors, for the moment.
+                if not self._over:
+                    self._log.warning("a line to the ranks was not taken", reason=str(error))
+                    time.sleep(PAUSE_SECONDS)
+                continue
+            with self._changed:
+                if self._over:
+                    line.close()
+                    return
+                self._lines, self._had_lines = self._lines + 1, True
+                self._changed.notify_all()
+            try:
                 threading.Thread(target=self._serve, args=(line,), daemon=True).start()
+            except RuntimeError as error:
+                self._log.warning("a line to the ranks was not taken", reason=str(error))
+                self._leave(line)
 
     def _serve(self, line: socket.socket) -> None:
         """One model, to the end of its line."""
@@ -102,9 +131,10 @@ class Keeper:
                     cancelled.set()
                     continue
                 cancelled = threading.Event()
-                threads = [threading.Thread(target=self._answer, args=(line, frame, cancelled), daemon=True)]
-                threads[0].start()
-        except (OSError, FrameError) as error:
+                thread = threading.Thread(target=self._answer, args=(line, frame, cancelled), daemon=True)
+                thread.start()
+                threads = [thread]
+        except (OSError, FrameError, RuntimeError) as error:
             self._log.warning("a line of the ranks has broken", reason=str(error))
         finally:
             cancelled.set()
@@ -116,7 +146,7 @@ class Keeper:
         with self._changed:
             while not self._changed.wait_for(lambda: self._started, POLL_SECONDS):
                 # Who waits says nothing: what can be read is the end.
-                if select.select([line], [], [], 0)[0]:
+                if readable(line, 0):
                     raise OSError("closed while ranks start")
         frames.write(line, self._failure or self._told({"ready": True}))
 
@@ -144,7 +174,7 @@ class Keeper:
             send(self._told({"end": "cancelled", "text": str(error)}))
         except Exception as error:
             self._log.error("a command of the ranks", error)
-            send(self._told({"lost": "the process that keeps them has failed", "said": repr(error)}))
+            send(self._told({"lost": FAILED, "said": repr(error)}))
 
     def _told(self, header: Mapping[str, Any], parts: tuple[bytes, ...] = ()) -> Frame:
         """A message, with what is known of the ranks."""
@@ -159,12 +189,15 @@ def locked(folder: Path) -> Iterator[None]:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise GroupError(f"{folder}: must be a folder of this user alone, for the ranks' socket; remove it")
-        with suppress(FileNotFoundError), (folder / _LOCK).open("w") as lock:
+        with suppress(FileNotFoundError), ExitStack() as held:
+            lock = held.enter_context((folder / _LOCK).open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Whoever had it may have removed it.
             if (folder / _LOCK).stat().st_ino == os.fstat(lock.fileno()).st_ino:
-                yield
-                return
+                held = held.pop_all()
+                break
+    with held:
+        yield
 
 
 def failed(error: GroupError | RankLost) -> Frame:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 _RESTARTS, _DEVICE = "restarts", "device.lock"
+
+RANKS = "h3trt-ranks."
+"""Of the folder where models find their ranks, behind which comes the process id of tritonserver."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class ServingState:
     def forget_restarts(self) -> None:
         """Count from nothing: a new `h3trt serve` has begun."""
         (self.folder / _RESTARTS).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes what a server has left that was killed with all that was its; none may run."""
+        for left in self.folder.glob(f"{RANKS}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def count_restart(self) -> None:
         """One more restart; the server that starts next publishes how many there were."""

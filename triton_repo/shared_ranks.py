@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -16,23 +14,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from runtime import frames
-from runtime.events import Cancellation
+from runtime.events import Cancellation, Cancelled
 from runtime.frames import Frame, FrameError
 from runtime.rank_errors import GroupError, RankLost
 from runtime.rank_process import POLL_SECONDS, interpreter
 from runtime.ranks import GroupSettings
-from triton_repo.rank_keeper import SOCKET, locked
-
-_NAME = "h3trt-ranks."
-"""Of a folder, behind which comes the process id of tritonserver."""
+from triton_repo.rank_keeper import SOCKET, locked, readable
+from triton_repo.serving_state import RANKS as FOLDERS
 
 _ATTEMPTS = 3
 """A keeper may be at its end when a line to it is opened."""
 
 KEEPER_GONE = "the process that keeps them has ended"
+NOT_STARTED = "the ranks could not be started"
 
 
 def folder_of(server: int, state: Path | None) -> Path:
@@ -40,17 +35,11 @@ def folder_of(server: int, state: Path | None) -> Path:
 
     state: the folder of what the server remembers; None: there is none, and it lies among temporary files.
     """
-    return (state or Path(tempfile.gettempdir())) / f"{_NAME}{server}"
+    return (state or Path(tempfile.gettempdir())) / f"{FOLDERS}{server}"
 
 
 def start_shared(folder: Path, settings: GroupSettings) -> SharedRanks:
     """A line to the ranks in a folder. Raises GroupError and RankLost when they do not start."""
-    # What servers have left that were killed with all that was theirs.
-    for left in folder.parent.glob(f"{_NAME}*"):
-        # A server in another container may have any process id.
-        server = left.suffix[1:]
-        if server.isdecimal() and not psutil.pid_exists(int(server)) and not _listens(left):
-            shutil.rmtree(left, ignore_errors=True)
     return SharedRanks(folder, settings).start()
 
 
@@ -71,7 +60,7 @@ class SharedRanks:
 
     def start(self) -> SharedRanks:
         """Opens the line; returns when all ranks are ready. Raises GroupError and RankLost."""
-        self._line = self._greeted()
+        self._line = self._greeted(Cancellation())
         return self
 
     @property
@@ -89,21 +78,24 @@ class SharedRanks:
     ) -> Generator[Frame, None, None]:
         """The messages that answer a command, which must all be taken or the iterator closed; the last has "end".
 
-        Raises RankLost, and FrameError for what is too large.
+        Raises RankLost, Cancelled while ranks start, and FrameError for what is too large.
         """
         command = Frame(header, tuple(parts))
         command.head()
         with self._one_at_a_time:
             # Nothing comes unasked: what can be read is the end.
-            if self._line is not None and select.select([self._line], [], [], 0)[0]:
+            if self._line is not None and readable(self._line, 0):
                 self._drop()
-            if self._line is None:
-                self._line = self._greeted()
             try:
+                if self._line is None:
+                    self._line = self._greeted(cancellation)
                 yield from self._answer(self._line, command, cancellation)
             except (OSError, FrameError) as error:
                 self._drop()
                 raise RankLost(KEEPER_GONE, str(error)) from error
+            except GroupError as error:
+                # They have been there with the same settings.
+                raise RankLost(NOT_STARTED, str(error)) from error
 
     def close(self) -> None:
         """Closes the line. The last one of them: the ranks are gone when this returns."""
@@ -120,7 +112,7 @@ class SharedRanks:
                 if not told and cancellation.cancelled:
                     told = True
                     frames.write(line, _CANCEL)
-                if select.select([line], [], [], POLL_SECONDS)[0]:
+                if readable(line, POLL_SECONDS):
                     frame = _next(line)
                     ended = not _ENDS.isdisjoint(frame.header)
                     self._hear(frame.header)
@@ -141,21 +133,28 @@ class SharedRanks:
         if "setting" in header:
             raise GroupError(header["setting"])
 
-    def _greeted(self) -> socket.socket:
+    def _greeted(self, cancellation: Cancellation) -> socket.socket:
         """A line to a keeper whose ranks are ready."""
         for _ in range(_ATTEMPTS):
-            with locked(self._folder):
-                line = _connected(self._folder) or self._of_new_keeper()
             try:
+                with locked(self._folder):
+                    line = _connected(self._folder) or self._of_new_keeper()
+            except OSError as error:
+                raise RankLost(NOT_STARTED, str(error)) from error
+            try:
+                while not readable(line, POLL_SECONDS):
+                    if cancellation.cancelled:
+                        raise Cancelled("cancelled before its ranks were ready")
                 if (greeting := frames.read(line)) is not None:
                     self._hear(greeting.header)
                     return line
             except (OSError, FrameError):
-                pass
-            except (GroupError, RankLost):
+                line.close()
+            except (Cancelled, GroupError, RankLost):
                 _close(line)
                 raise
-            line.close()
+            else:
+                line.close()
         raise RankLost(KEEPER_GONE)
 
     def _of_new_keeper(self) -> socket.socket:
@@ -168,15 +167,12 @@ class SharedRanks:
             settings = json.dumps({n: v for n, v in asdict(self._settings).items() if n != "environment"})
             given = str(listener.fileno()), str(self._folder), settings
             command = [interpreter(), "-P", "-m", "triton_repo.rank_keeper", *given]
-            try:
-                keeper = subprocess.Popen(  # noqa: S603 - our own argument list, no shell
-                    command,
-                    env=dict(self._settings.environment),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(listener.fileno(),),
-                )
-            except OSError as error:
-                raise RankLost("the ranks could not be started", str(error)) from error
+            keeper = subprocess.Popen(  # noqa: S603 - our own argument list, no shell
+                command,
+                env=dict(self._settings.environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(),),
+            )
             threading.Thread(target=keeper.wait, daemon=True).start()
             line = _connected(self._folder)
         if line is None:
@@ -184,7 +180,8 @@ class SharedRanks:
         return line
 
     def _drop(self) -> None:
-        assert self._line is not None
+        if self._line is None:
+            return
         self._line.close()
         self._line = None
         # Those that come next count from 0 again; what has been told only grows.
@@ -207,17 +204,6 @@ def _connected(folder: Path) -> socket.socket | None:
         line.close()
         return None
     return line
-
-
-def _listens(folder: Path) -> bool:
-    try:
-        line = _connected(folder)
-    except OSError:
-        # It is no folder, or not this user's.
-        return True
-    if line is not None:
-        line.close()
-    return line is not None
 
 
 @contextmanager

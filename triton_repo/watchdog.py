@@ -128,6 +128,7 @@ class Watchdog:
         time.sleep(delay)
 
     def _start(self) -> None:
+        self._state.clear()
         server = TritonServer(self._settings, self._loaded, self._logged)
         # A port that was any free one is now this one.
         self._settings, self._endpoints = server.settings, server.endpoints

@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from runtime.events import Cancellation
+from runtime.events import Cancellation, Cancelled
 from runtime.frames import MOST_PARTS, Frame, FrameError
 from runtime.rank_errors import GroupError, RankLost
 from runtime.rank_place import Meeting
 from tests.ranks.processes import runs
 from tests.ranks.test_group import PAUSE, UNITS, gone, settings, within
+from triton_repo.serving_state import ServingState
 from triton_repo.shared_ranks import KEEPER_GONE, SharedRanks, folder_of, start_shared
 
 KEEPER = "triton_repo.rank_keeper"
@@ -115,11 +118,49 @@ def ask_only_end(ranks: SharedRanks, **header: Any) -> dict[str, Any]:
 
 
 def test_what_a_killed_server_has_left_is_cleared_away(tmp_path: Path) -> None:
-    gone_server, living = folder_of(2**22 + 1, tmp_path), folder_of(os.getpid(), tmp_path)
-    for folder in (gone_server, living):
-        folder.mkdir()
-    start_shared(folder_of(os.getppid(), tmp_path), settings(tmp_path)).close()
-    assert [folder.exists() for folder in (gone_server, living)] == [False, True]
+    folder_of(1234, tmp_path).mkdir()
+    ServingState(tmp_path).clear()
+    assert not folder_of(1234, tmp_path).exists()
+
+
+def test_a_request_is_cancelled_while_ranks_start_anew(tmp_path: Path, pair: tuple[SharedRanks, SharedRanks]) -> None:
+    (tmp_path / "slow").touch()
+    keeper = keeper_of(tmp_path)
+    os.kill(keeper, signal.SIGKILL)
+    assert gone([keeper])
+    cancellation = Cancellation()
+    threading.Timer(1.0, cancellation.cancel).start()
+    with pytest.raises(Cancelled, match="before its ranks were ready"):
+        list(pair[0].run({"units": 1}, (), cancellation))
+    (tmp_path / "slow").unlink()
+    assert ask(pair[1], units=1)["end"] == "done"
+
+
+def test_a_request_is_cancelled_while_another_has_the_ranks(pair: tuple[SharedRanks, SharedRanks]) -> None:
+    first, second = pair
+    answer = first.run({"units": UNITS, "pause": PAUSE}, (), Cancellation())
+    next(answer)
+    cancellation = Cancellation()
+    threading.Timer(0.5, cancellation.cancel).start()
+    end = list(second.run({"units": 1}, (), cancellation))[-1].header
+    assert (end["end"], end["text"]) == ("cancelled", "cancelled before its turn")
+    answer.close()
+
+
+def test_a_keeper_without_descriptors_takes_the_line_later(
+    tmp_path: Path, place: Path, pair: tuple[SharedRanks, SharedRanks]
+) -> None:
+    keeper = psutil.Process(keeper_of(tmp_path))
+    before = keeper.rlimit(psutil.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{keeper.pid}/fd")}
+    keeper.rlimit(psutil.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), before[1]))
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(start_shared, place, settings(tmp_path))
+        with pytest.raises(TimeoutError):
+            third.result(1.0)
+        keeper.rlimit(psutil.RLIMIT_NOFILE, before)
+        assert ask(third.result(30), units=1)["end"] == "done"
+        third.result().close()
 
 
 def test_what_is_killed_costs_one_command(tmp_path: Path, pair: tuple[SharedRanks, SharedRanks]) -> None:
