@@ -36,7 +36,7 @@ SOCKET, _LOCK = "ranks", "lock"
 FIRST_LINE_SECONDS = 10.0
 """How long it waits for the model that has started it, which opens its line at once."""
 
-PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 1.0
 """After a line that could not be taken."""
 
 

@@ -152,15 +152,20 @@ def test_a_keeper_without_descriptors_takes_the_line_later(
 ) -> None:
     keeper = psutil.Process(keeper_of(tmp_path))
     before = keeper.rlimit(psutil.RLIMIT_NOFILE)
-    taken = {int(name) for name in os.listdir(f"/proc/{keeper.pid}/fd")}
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), before[1]))
+    # The first three are always taken.
+    keeper.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))
+    # Whoever comes next has the descriptor that is kept for him while he is waited for.
+    third = start_shared(place, settings(tmp_path))
     with ThreadPoolExecutor(1) as pool:
-        third = pool.submit(start_shared, place, settings(tmp_path))
-        with pytest.raises(TimeoutError):
-            third.result(1.0)
-        keeper.rlimit(psutil.RLIMIT_NOFILE, before)
-        assert ask(third.result(30), units=1)["end"] == "done"
-        third.result().close()
+        fourth = pool.submit(start_shared, place, settings(tmp_path))
+        try:
+            with pytest.raises(TimeoutError):
+                fourth.result(1.0)
+        finally:
+            keeper.rlimit(psutil.RLIMIT_NOFILE, before)
+        assert ask(fourth.result(30), units=1)["end"] == "done"
+    for one in (third, fourth.result()):
+        one.close()
 
 
 def test_what_is_killed_costs_one_command(tmp_path: Path, pair: tuple[SharedRanks, SharedRanks]) -> None:
