@@ -76,9 +76,9 @@ def _clip(pipeline: RankedPipeline, latents: Latents | None) -> tuple[Latents, b
     for _ in pipeline.generate(taken, ignore, Cancellation()):
         pass
     tags = torch.from_numpy(taken.presented.tags)
-    channels = pipeline.manifest.dimensions.denoiser.text_dim
-    text = torch.randn(len(tags), channels, generator=torch.Generator().manual_seed(1))
-    encoded = Encoded(text, tags, torch.zeros(0, 96), torch.zeros(0, 32))
+    size = pipeline.manifest.dimensions.denoiser
+    text = torch.randn(len(tags), size.text_dim, generator=torch.Generator().manual_seed(1))
+    encoded = Encoded(text, tags, torch.empty(0, size.video_row), torch.empty(0, size.audio_channels))
     (made,) = pipeline.denoise(taken.resolved, encoded, ignore, Cancellation())
     return made, pipeline.decode(taken.resolved, *(latents or made), ignore, Cancellation())
 

@@ -50,7 +50,7 @@ def serving(folder: Path, profile: Profile) -> Iterator[tuple[RankedPipeline, Ra
     store = synthetic_store(Wanted(profile, GRAPHS), folder)
     intake = Intake(store.manifest, Tokenizer(store.tokenizer_file))
     program = ("-P", "-m", "bench.served", str(folder), profile.model_dump_json())
-    settings = GroupSettings(program=program, size=max(count for _, count in profile.ranks))
+    settings = GroupSettings(program=program, size=profile.ranks.processes)
     with RankGroup(settings, told=_LOG.warning) as group:
         yield RankedPipeline(intake, group), group
 

@@ -88,7 +88,7 @@ class Wanted:
 
 def shared_by(profile: Profile, ranks: Ranks) -> Profile:
     """The first tier of a profile on as many GPUs as its stages are to have ranks."""
-    changes = {"gpus": max(count for _, count in ranks), "ranks": ranks, "quality": {}}
+    changes = {"gpus": ranks.processes, "ranks": ranks, "quality": {}}
     return Profile.model_validate(profile.model_dump() | changes)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 LOST = "lost: "
 """How the text of a RankLost begins, which is all that tells one on a stream."""
 
+NOT_STARTED = "the ranks could not be started"
+"""What is told of a RankLost for which no rank is to blame."""
+
 
 class RankLost(Exception):
     """A rank has died, hangs or could not be started, and with it the request; the same request may be sent again.

@@ -21,7 +21,7 @@ from typing import Any
 
 from runtime.events import Cancellation, Cancelled
 from runtime.frames import Frame
-from runtime.rank_errors import GroupError, RankLost
+from runtime.rank_errors import NOT_STARTED, GroupError, RankLost
 from runtime.rank_place import Meeting, Place
 from runtime.rank_process import POLL_SECONDS, RankProcess
 
@@ -243,7 +243,7 @@ class _Life:
             self._begin()
         except (OSError, RuntimeError) as error:
             # No more processes, threads or files, which may be over when it is tried again.
-            raise RankLost("the ranks could not be started", str(error)) from error
+            raise RankLost(NOT_STARTED, str(error)) from error
 
     def _begin(self) -> None:
         settings, meeting = self._settings, self._settings.meeting

@@ -39,7 +39,6 @@ FIRST_LINE_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
 """After a line that could not be taken."""
 
-
 FAILED = "the process that keeps them has failed"
 
 

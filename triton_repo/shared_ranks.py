@@ -17,7 +17,7 @@ from typing import Any
 from runtime import frames
 from runtime.events import Cancellation, Cancelled
 from runtime.frames import Frame, FrameError
-from runtime.rank_errors import GroupError, RankLost
+from runtime.rank_errors import NOT_STARTED, GroupError, RankLost
 from runtime.rank_process import POLL_SECONDS, interpreter
 from runtime.ranks import GroupSettings
 from triton_repo.rank_keeper import SOCKET, locked, readable
@@ -27,7 +27,6 @@ _ATTEMPTS = 3
 """A keeper may be at its end when a line to it is opened."""
 
 KEEPER_GONE = "the process that keeps them has ended"
-NOT_STARTED = "the ranks could not be started"
 
 
 def folder_of(server: int, state: Path | None) -> Path:
